@@ -1,0 +1,246 @@
+"""The operations a backend implements. This is the whole seam between kvport and a chip.
+
+A backend is an object bound to one device. It stores pages for a :class:`~kvport.layout.GroupLayout`, quantizes and
+scatters K/V into them, and attends over them. It never calls up into the cache, and the cache never asks which vendor
+it is talking to. :class:`kvport_cpu.base.TorchBackend` implements every operation on any torch device; a vendor
+inherits it and overrides one operation at a time, and what is inherited is reported.
+
+Words used below: S sequences, T packed query tokens, P page size, D key_dim, E value_dim.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final, Literal
+
+import torch
+from torch import Tensor
+
+from kvport.layout import GroupLayout
+from kvport.scales import LayerScales
+
+Execution = Literal["hardware", "interpreter", "emulated"]
+Workspace = Literal["bounded", "history"]
+
+#: The operations of this interface, in the order a vendor usually makes them native.
+OPERATIONS: Final = (
+    "support",
+    "page_bytes",
+    "allocate",
+    "buffers",
+    "append",
+    "seal",
+    "plan",
+    "attend",
+    "gather",
+    "copy_pages",
+    "export_pages",
+    "import_pages",
+    "poisoned",
+)
+
+#: Attention features a backend may lack. A lacking one is refused by name before any work.
+FEATURES: Final = frozenset({"window", "softcap", "sinks", "lse", "prefill", "verify", "poison"})
+
+
+@dataclass(frozen=True)
+class Support:
+    """The answer to "can you do this layout?".
+
+    ``reasons`` is empty for yes; else it names every unmet requirement with the value at hand and the nearest
+    supported choice. ``workspace`` is ``"history"`` where attend needs memory that grows with the context.
+    ``features`` is the subset of :data:`FEATURES` that attend honours for this layout.
+    """
+
+    reasons: tuple[str, ...] = ()
+    workspace: Workspace = "bounded"
+    features: frozenset[str] = FEATURES
+
+    @property
+    def ok(self) -> bool:
+        return not self.reasons
+
+
+class Store:
+    """Pages of one group on one device. Backends subclass it; the cache only passes it back.
+
+    Page 0 is the spare: it takes padding writes and pads page tables, belongs to no sequence, and is counted in
+    ``pages``.
+    """
+
+    def __init__(self, layout: GroupLayout, pages: int) -> None:
+        self.layout = layout
+        self.pages = pages
+
+
+@dataclass(frozen=True)
+class StepArrays:
+    """Which pages and positions one step touches, as raw index arrays (never cache objects).
+
+    ``page_table`` ``(S, max_pages)`` int32: entry [s, i] is the page of positions i*P .. i*P+P-1 of sequence s,
+    padded with page 0. ``kv_start`` and ``lengths`` ``(S,)`` int32: the store holds positions kv_start <= j < lengths
+    of each sequence (kv_start is 0 unless a window freed passed pages, or a tier begins later).
+    ``query_starts`` ``(S+1,)`` int32: rows query_starts[s] .. query_starts[s+1]-1 of the packed queries belong to s.
+    ``query_positions`` ``(S,)`` int32: the position of each sequence's first query row; row r of s is at
+    query_positions[s] + r, and sees stored positions j <= its own, within the window.
+
+    Example, P = 16: a sequence of 20 tokens on pages 7 and 3, of which the last 2 are this step's queries: table row
+    [7, 3], kv_start 0, length 20, query_position 18; its next token would go to slot 3 * 16 + 4 = 52.
+    """
+
+    page_table: Tensor
+    kv_start: Tensor
+    lengths: Tensor
+    query_starts: Tensor
+    query_positions: Tensor
+
+    def to(self, device: torch.device) -> StepArrays:
+        """The same arrays on ``device``."""
+        return StepArrays(
+            *(
+                getattr(self, name).to(device, non_blocking=True)
+                for name in ("page_table", "kv_start", "lengths", "query_starts", "query_positions")
+            )
+        )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a backend prepared from one step's arrays, reused by every layer of the group.
+
+    ``host`` are the arrays in host memory, ``device`` the same beside the pages; ``private`` is the backend's own.
+    """
+
+    host: StepArrays
+    device: StepArrays
+    private: Any = None
+
+
+class Backend(ABC):
+    """A device's implementation of the operations. Instances are created by a plugin's ``load(device)``.
+
+    ``name`` is the backend's name, ``device`` the device string as the user typed it after ``@``,
+    ``torch_device`` where its tensors live, ``execution`` whether results come from hardware.
+    """
+
+    name: ClassVar[str]
+    execution: Execution = "hardware"
+    device: str
+    torch_device: torch.device
+
+    @abstractmethod
+    def support(self, layout: GroupLayout) -> Support:
+        """Say whether pages of this layout can be stored and attended here. Never accept and ignore."""
+
+    @abstractmethod
+    def page_bytes(self, layout: GroupLayout) -> int:
+        """Device bytes of one page over all layers of the group, padding and flags included."""
+
+    @abstractmethod
+    def allocate(
+        self,
+        layout: GroupLayout,
+        pages: int,
+        *,
+        scales: Sequence[LayerScales] | None = None,
+        storage: Mapping[str, Tensor] | None = None,
+    ) -> Store:
+        """Make storage for ``pages`` pages (the spare included).
+
+        ``scales`` holds one :class:`LayerScales` per layer, on the host, for static formats. ``storage`` hands in
+        the tensors to use instead of new ones, by the names of :meth:`buffers`. Contents are undefined. Raises
+        :class:`kvport.Unsupported` for a layout that :meth:`support` declines.
+        """
+
+    @abstractmethod
+    def buffers(self, store: Store) -> dict[str, Tensor]:
+        """Every tensor whose bytes depend on the page count, nothing hidden: their bytes are page_bytes * pages."""
+
+    @abstractmethod
+    def append(self, store: Store, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        """Quantize and scatter K and V in one pass.
+
+        ``key`` ``(T, kv_heads, D)``, ``value`` ``(T, kv_heads, E)``: float, any strides. ``slots`` ``(T,)`` int64 on
+        the device: page * P + offset, unique, -1 to skip the row.
+        """
+
+    @abstractmethod
+    def seal(
+        self, source: Store, target: Store, layer: int, source_pages: Sequence[int], target_pages: Sequence[int]
+    ) -> None:
+        """Encode whole pages of a higher-precision store into a low-bit one, K and V together."""
+
+    @abstractmethod
+    def plan(self, store: Store, arrays: StepArrays) -> Plan:
+        """Prepare one step from host arrays: split sizes, device copies, scratch. Called once, used by every layer."""
+
+    @abstractmethod
+    def attend(
+        self,
+        store: Store,
+        layer: int,
+        query: Tensor,
+        plan: Plan,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        partial: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """Attention of packed queries over the stored pages.
+
+        ``query`` ``(T, query_heads, D)``, any strides. Scores are scale * q.k, then softcap * tanh(s / softcap)
+        where given. ``sinks`` ``(query_heads,)`` float32 are learned sink logits: one extra column of the softmax
+        with value 0. Returns output ``(T, query_heads, E)`` in the query's dtype and natural-log LSE
+        ``(T, query_heads)`` float32. Rows that see nothing give zeros and -inf. With ``partial`` the output is
+        float32 and must be merged with others by its LSE; sinks are then not allowed.
+        """
+
+    @abstractmethod
+    def gather(
+        self, store: Store, layer: int, page_table: Tensor, lengths: Sequence[int], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        """Decode positions 0 .. lengths[s]-1 of each table row to dense K ``(S, max(lengths), kv_heads, D)`` and V.
+
+        ``page_table`` ``(S, max_pages)`` int32 or int64 on the device. Positions past a length are zeros. Strides
+        are the backend's choice.
+        """
+
+    @abstractmethod
+    def copy_pages(self, store: Store, source: Sequence[int], target: Sequence[int]) -> None:
+        """Copy whole pages, all layers, codes and scales, bit for bit. Targets are disjoint from sources."""
+
+    @abstractmethod
+    def export_pages(self, store: Store, layer: int, pages: Sequence[int]) -> dict[str, Tensor]:
+        """The canonical planes of these pages on the host: name -> ``(len(pages), *plane.shape)``."""
+
+    @abstractmethod
+    def import_pages(self, store: Store, layer: int, pages: Sequence[int], planes: Mapping[str, Tensor]) -> None:
+        """The inverse of :meth:`export_pages`, bit for bit."""
+
+    @abstractmethod
+    def poisoned(self, store: Store) -> Tensor:
+        """``(layers, pages)`` bool on the host: where a static integer format met a NaN and stored code 0.
+
+        The flag is sticky from the write until the first slot of the page is written anew. Other formats keep NaN
+        visible in their scales or codes and always answer False.
+        """
+
+    def facts(self) -> dict[str, str]:
+        """Versions, device and driver names for reports."""
+        return {}
+
+    def synchronize(self) -> None:
+        """Wait for the device. Only benchmarks and error paths call it."""
+
+
+def operations(backend: Backend) -> dict[str, Literal["native", "inherited"]]:
+    """For each operation, whether the backend's own package implements it or a base class of another package does."""
+    own = type(backend).__module__.partition(".")[0]
+    found: dict[str, Literal["native", "inherited"]] = {}
+    for operation in OPERATIONS:
+        owner = next(c for c in type(backend).__mro__ if operation in vars(c))
+        found[operation] = "native" if owner.__module__.partition(".")[0] == own else "inherited"
+    return found

@@ -1,0 +1,243 @@
+"""Geometry: layers, heads, dims, page size, and the groups of layers that share a page pool.
+
+A :class:`CacheLayout` describes a model. Layers whose format, heads, dims and window are equal form a
+:class:`GroupLayout`, which is all that a backend ever sees: hybrid, sliding-window and per-layer-format models need no
+special case, because each group has its own pool, page ids and page table.
+
+:func:`planes` is the one place that says which arrays a page consists of. The canonical page image, the byte counts
+and the reference store all follow from it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final
+
+import torch
+
+from kvport.errors import LayoutError
+from kvport.formats import CODES, DTYPES, CacheFormat, TensorFormat
+
+#: The one page size that every first-party backend takes in every phase.
+DEFAULT_PAGE_SIZE: Final = 128
+
+
+@dataclass(frozen=True)
+class Plane:
+    """One array of a page: ``shape`` is per page and layer, token-major then head.
+
+    ``name`` is ``"key.codes"``, ``"key.scale"``, ``"key.zero"``, ``"value.codes"``, ...
+    """
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        count = 1
+        for extent in self.shape:
+            count *= extent
+        return count * self.dtype.itemsize
+
+
+def planes(side: str, fmt: TensorFormat, heads: int, dim: int, page_size: int) -> tuple[Plane, ...]:
+    """The arrays that hold one page of K (``side="key"``) or V (``side="value"``) of one layer.
+
+    Codes are ``(page_size, heads, packed_dim)``. Scales computed at append are ``(page_size, heads)`` per token or
+    ``(page_size, heads, groups)`` per group, zeros likewise; static scales belong to the layer, not to its pages.
+    """
+    code = CODES[fmt.code]
+    found = [Plane(f"{side}.codes", fmt.code_torch_dtype, (page_size, heads, dim // code.per_byte))]
+    if fmt.quantized and not fmt.static:
+        shape = (page_size, heads) if fmt.granularity == "token" else (page_size, heads, dim // fmt.group)
+        found.append(Plane(f"{side}.scale", fmt.scale_torch_dtype, shape))
+        if not fmt.symmetric:
+            found.append(Plane(f"{side}.zero", fmt.scale_torch_dtype, shape))
+    return tuple(found)
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One attention layer.
+
+    ``window`` is the sliding window in tokens (position p sees p-window < j <= p), None for full attention.
+    ``format`` overrides the cache's format for this layer. ``shares`` names an earlier layer whose K/V this layer
+    reads instead of storing its own.
+    """
+
+    kv_heads: int
+    query_heads: int
+    key_dim: int
+    value_dim: int
+    window: int | None = None
+    format: CacheFormat | None = None
+    shares: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("kv_heads", "query_heads", "key_dim", "value_dim"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise LayoutError(f"{name} must be a positive integer, got {value!r}")
+        if self.query_heads % self.kv_heads:
+            raise LayoutError(f"query_heads {self.query_heads} is not a multiple of kv_heads {self.kv_heads}")
+        if self.window is not None and (not isinstance(self.window, int) or self.window < 1):
+            raise LayoutError(f"window must be a positive number of tokens or None, got {self.window!r}")
+
+
+@dataclass(frozen=True)
+class GroupLayout:
+    """What a backend stores for one group of equal layers.
+
+    ``layers`` is the number of layers; a backend addresses them as 0 .. layers-1. ``dtype`` is the model's float
+    dtype (that of K, V and queries), which some chips need to know to choose a kernel.
+    """
+
+    format: CacheFormat
+    layers: int
+    kv_heads: int
+    query_heads: int
+    key_dim: int
+    value_dim: int
+    page_size: int
+    window: int | None = None
+    dtype: torch.dtype = torch.float32
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.page_size, int) or isinstance(self.page_size, bool) or self.page_size < 1:
+            raise LayoutError(f"page_size must be a positive number of tokens, got {self.page_size!r}")
+        if self.dtype not in DTYPES.values():
+            raise LayoutError(f"dtype must be torch.float32, bfloat16 or float16, got {self.dtype}")
+        for side, fmt, dim in (("K", self.format.key, self.key_dim), ("V", self.format.value, self.value_dim)):
+            if misfits := fmt.misfits(dim):
+                raise LayoutError(f"format {self.format} does not fit {side}: " + "; ".join(misfits))
+
+    @property
+    def group_size(self) -> int:
+        """Query heads per KV head."""
+        return self.query_heads // self.kv_heads
+
+    @property
+    def planes(self) -> tuple[Plane, ...]:
+        """The arrays of one page of one layer, K first: the canonical page image."""
+        return planes("key", self.format.key, self.kv_heads, self.key_dim, self.page_size) + planes(
+            "value", self.format.value, self.kv_heads, self.value_dim, self.page_size
+        )
+
+    @property
+    def canonical_page_bytes(self) -> int:
+        """Bytes of one page over all layers of the group in the canonical image, no padding."""
+        return self.layers * sum(plane.nbytes for plane in self.planes)
+
+    def pages_for(self, tokens: int) -> int:
+        """Pages that hold ``tokens`` tokens. With page size 16: 0 -> 0, 1 -> 1, 16 -> 1, 17 -> 2."""
+        return -(-tokens // self.page_size)
+
+
+@dataclass(frozen=True)
+class Group:
+    """A group inside a cache: its layout and the model's layer numbers, in order."""
+
+    layout: GroupLayout
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class CacheLayout:
+    """A model's attention layers, the page size, the default format and the model's float dtype."""
+
+    layers: tuple[LayerSpec, ...]
+    format: CacheFormat
+    page_size: int = DEFAULT_PAGE_SIZE
+    dtype: torch.dtype = torch.float32
+    groups: tuple[Group, ...] = field(init=False)
+
+    def __post_init__(self) -> None:
+        if not self.layers:
+            raise LayoutError("a cache needs at least one layer")
+        for index, spec in enumerate(self.layers):
+            _check_sharing(self.layers, index, spec)
+        object.__setattr__(self, "groups", self._make_groups())
+
+    @classmethod
+    def uniform(
+        cls,
+        *,
+        layers: int,
+        kv_heads: int,
+        head_dim: int,
+        query_heads: int | None = None,
+        value_dim: int | None = None,
+        window: int | None = None,
+        format: str | CacheFormat = "int8",
+        page_size: int = DEFAULT_PAGE_SIZE,
+        dtype: torch.dtype = torch.float32,
+    ) -> CacheLayout:
+        """A layout of ``layers`` equal layers. ``query_heads`` defaults to ``kv_heads``, ``value_dim`` to head_dim."""
+        if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
+            raise LayoutError(f"layers must be a positive integer, got {layers!r}")
+        spec = LayerSpec(
+            kv_heads=kv_heads,
+            query_heads=kv_heads if query_heads is None else query_heads,
+            key_dim=head_dim,
+            value_dim=head_dim if value_dim is None else value_dim,
+            window=window,
+        )
+        return cls((spec,) * layers, CacheFormat.parse(format), page_size, dtype)
+
+    def _make_groups(self) -> tuple[Group, ...]:
+        members: dict[GroupLayout, list[int]] = {}
+        for index, spec in enumerate(self.layers):
+            if spec.shares is not None:
+                continue
+            layout = GroupLayout(
+                format=spec.format or self.format,
+                layers=1,
+                kv_heads=spec.kv_heads,
+                query_heads=spec.query_heads,
+                key_dim=spec.key_dim,
+                value_dim=spec.value_dim,
+                page_size=self.page_size,
+                window=spec.window,
+                dtype=self.dtype,
+            )
+            members.setdefault(layout, []).append(index)
+        return tuple(
+            Group(replace(layout, layers=len(indices)), tuple(indices)) for layout, indices in members.items()
+        )
+
+    def locate(self, layer: int) -> tuple[int, int]:
+        """(group index, layer index inside the group) that hold the K/V of model layer ``layer``."""
+        if not isinstance(layer, int) or not 0 <= layer < len(self.layers):
+            raise LayoutError(f"layer {layer!r} is not one of the cache's layers 0 .. {len(self.layers) - 1}")
+        owner = self.layers[layer].shares
+        owner = layer if owner is None else owner
+        for index, group in enumerate(self.groups):
+            if owner in group.layers:
+                return index, group.layers.index(owner)
+        raise AssertionError(f"layer {owner} is in no group")  # pragma: no cover - _make_groups covers every owner
+
+    def canonical_bytes(self, lengths: Sequence[int]) -> int:
+        """Bytes of the canonical page images that sequences of these lengths occupy, page by page, all layers.
+
+        Pages shared between sequences are counted once per sequence: this is what the sequences hold, not what a
+        pool allocates.
+        """
+        return sum(
+            group.layout.pages_for(length) * group.layout.canonical_page_bytes
+            for group in self.groups
+            for length in lengths
+        )
+
+
+def _check_sharing(layers: tuple[LayerSpec, ...], index: int, spec: LayerSpec) -> None:
+    if spec.shares is None:
+        return
+    if not 0 <= spec.shares < index or layers[spec.shares].shares is not None:
+        raise LayoutError(
+            f"layer {index} shares layer {spec.shares}; it must name an earlier layer that stores its own K/V"
+        )
+    owner = layers[spec.shares]
+    if replace(spec, shares=None, query_heads=owner.query_heads) != owner:
+        raise LayoutError(f"layer {index} shares layer {spec.shares} but differs from it in more than query_heads")

@@ -1,0 +1,144 @@
+"""Static scales: given or calibrated before the cache opens, checked once, digested into page identity.
+
+A static format without scales refuses to open, and a scale that is zero, negative, NaN or infinite is refused by
+name (layer, K or V, head). There is no magic value for "unset": a scale is here, or it is absent. Nothing can change a
+scale after open, because the codes at rest mean nothing without the scale that made them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvport.errors import ScaleError
+from kvport.formats import TensorFormat
+from kvport.layout import CacheLayout, Group
+
+
+@dataclass(frozen=True)
+class SideScales:
+    """Scales of K or of V of one layer.
+
+    ``scale`` has shape ``()`` for granularity tensor, ``(kv_heads,)`` for head, ``(kv_heads, dim)`` for channel.
+    ``zero`` has the same shape, in value units (x_hat = code * scale + zero), for asymmetric formats only.
+    Plain numbers and lists are taken too.
+    """
+
+    scale: Tensor
+    zero: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class LayerScales:
+    """Scales of one layer; a side whose format is not static is None."""
+
+    key: SideScales | None = None
+    value: SideScales | None = None
+
+
+def resolve_scales(layout: CacheLayout, given: Mapping[int, LayerScales] | None) -> list[tuple[LayerScales, ...]]:
+    """Check ``given`` (by model layer) against the layout and cast to the formats' scale dtypes.
+
+    Returns, for each group, one :class:`LayerScales` per layer of the group. Raises :class:`ScaleError` naming the
+    layer and the side where a static format has none, a dynamic one has some, a shape differs, or a value is not a
+    positive finite number that its dtype can hold. Warns where every scale of the recipe is exactly 1.0, the sign of
+    an exporter that wrote defaults.
+    """
+    given = {} if given is None else dict(given)
+    stored = {layer for group in layout.groups for layer in group.layers}
+    if unknown := sorted(set(given) - stored, key=str):
+        raise ScaleError(f"scales given for layers {unknown}, but the cache stores layers {_ranges(stored)}")
+    resolved = [
+        tuple(_resolve_layer(group, layer, given.get(layer, LayerScales())) for layer in group.layers)
+        for group in layout.groups
+    ]
+    sides = [side for group in resolved for layer in group for side in (layer.key, layer.value) if side is not None]
+    if len(sides) > 1 and all(bool((side.scale == 1).all()) for side in sides):
+        warnings.warn(
+            f"all {len(sides)} static scales are exactly 1.0, as an exporter writes that has calibrated nothing",
+            stacklevel=4,
+        )
+    return resolved
+
+
+def scales_digest(resolved: list[tuple[LayerScales, ...]]) -> str:
+    """sha256 over every static scale and zero, in order; "" where there is none."""
+    digest, found = hashlib.sha256(), False
+    for group_index, group in enumerate(resolved):
+        for layer_index, layer in enumerate(group):
+            for name, side in (("key", layer.key), ("value", layer.value)):
+                for part, tensor in (("scale", side and side.scale), ("zero", side and side.zero)):
+                    if tensor is None:
+                        continue
+                    found = True
+                    digest.update(f"{group_index}/{layer_index}/{name}.{part}/{tensor.dtype}{tuple(tensor.shape)}".encode())
+                    digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest() if found else ""
+
+
+def _resolve_layer(group: Group, layer: int, given: LayerScales) -> LayerScales:
+    if not isinstance(given, LayerScales):
+        raise ScaleError(f"scales of layer {layer} must be a LayerScales, got {type(given).__name__}")
+    layout = group.layout
+    return LayerScales(
+        _resolve_side(f"layer {layer} K", layout.format.key, layout.kv_heads, layout.key_dim, given.key),
+        _resolve_side(f"layer {layer} V", layout.format.value, layout.kv_heads, layout.value_dim, given.value),
+    )
+
+
+def _resolve_side(where: str, fmt: TensorFormat, heads: int, dim: int, given: SideScales | None) -> SideScales | None:
+    if not fmt.static:
+        if given is not None:
+            raise ScaleError(f"{where}: scales given, but its format {fmt} does not use static scales")
+        return None
+    if given is None:
+        raise ScaleError(f"{where}: format {fmt} needs static scales and none were given; calibrate or pass scales=")
+    shape = {"tensor": (), "head": (heads,), "channel": (heads, dim)}[fmt.granularity]
+    scale = _cast(where, "scale", given.scale, shape, fmt)
+    if bool((bad := ~(torch.isfinite(scale) & (scale > 0))).any()):
+        raise ScaleError(f"{where}: {_first(bad, scale, 'scale')}; scales must be positive and finite in {fmt.scale_dtype}")
+    if fmt.symmetric:
+        if given.zero is not None:
+            raise ScaleError(f"{where}: zeros given, but format {fmt} is symmetric; use {fmt}:asym or drop them")
+        return SideScales(scale)
+    if given.zero is None:
+        raise ScaleError(f"{where}: format {fmt} is asymmetric and needs zeros beside its scales")
+    zero = _cast(where, "zero", given.zero, shape, fmt) + 0.0  # never -0
+    if bool((bad := ~torch.isfinite(zero)).any()):
+        raise ScaleError(f"{where}: {_first(bad, zero, 'zero')}; zeros must be finite in {fmt.scale_dtype}")
+    return SideScales(scale, zero)
+
+
+def _cast(where: str, part: str, given: object, shape: tuple[int, ...], fmt: TensorFormat) -> Tensor:
+    try:
+        tensor = torch.as_tensor(given).detach().to("cpu", torch.float32)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ScaleError(f"{where}: cannot read the {part} as numbers: {error}") from error
+    if shape == () and tensor.numel() == 1:
+        tensor = tensor.reshape(())
+    if tuple(tensor.shape) != shape:
+        raise ScaleError(
+            f"{where}: {part} has shape {tuple(tensor.shape)}, granularity {fmt.granularity!r} needs {shape}"
+        )
+    cast = tensor.to(fmt.scale_torch_dtype)
+    smallest = torch.finfo(fmt.scale_torch_dtype).smallest_normal
+    if part == "scale" and bool((under := (tensor > 0) & (cast < smallest)).any()):
+        raise ScaleError(f"{where}: {_first(under, tensor, part)} is below the smallest normal {fmt.scale_dtype}")
+    return cast
+
+
+def _first(bad: Tensor, values: Tensor, part: str) -> str:
+    index = tuple(int(i) for i in bad.nonzero()[0])
+    names = ", ".join(f"{name} {i}" for name, i in zip(("head", "channel"), index, strict=False))
+    return f"{part}{' of ' + names if names else ''} is {float(values[index])!r}"
+
+
+def _ranges(layers: set[int]) -> str:
+    ordered = sorted(layers)
+    contiguous = ordered == list(range(ordered[0], ordered[-1] + 1))
+    return f"{ordered[0]} .. {ordered[-1]}" if contiguous else str(ordered)
