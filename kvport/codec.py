@@ -44,7 +44,7 @@ def encode(fmt: TensorFormat, rows: Tensor, static: SideScales | None = None) ->
         return _encode_static(fmt, x, static)
     shape = x.shape
     if fmt.granularity == "group":
-        x = x.unflatten(-1, (shape[-1] // fmt.group, fmt.group))
+        x = x.reshape(*shape[:-1], shape[-1] // fmt.group, fmt.group)
     if fmt.symmetric:
         codes, scale, zero = _encode_symmetric(fmt, x)
     else:
@@ -71,7 +71,7 @@ def decode(
         if zero is not None:
             x += zero
         return x.to(dtype)
-    grouped = x.unflatten(-1, (x.shape[-1] // fmt.group, fmt.group)) if fmt.granularity == "group" else x
+    grouped = x.view(*x.shape[:-1], x.shape[-1] // fmt.group, fmt.group) if fmt.granularity == "group" else x
     grouped *= planes["scale"].to(torch.float32).unsqueeze(-1)
     if not fmt.symmetric:
         grouped += planes["zero"].to(torch.float32).unsqueeze(-1)
@@ -160,12 +160,12 @@ def floor_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def pack(fmt: TensorFormat, codes: Tensor) -> Tensor:
-    """Integer-valued float codes ``(..., dim)`` to the stored plane: low bits first, signed codes in two's complement."""
+    """Integer-valued float codes ``(..., dim)`` to the stored plane: low bits first, two's complement."""
     if fmt.bits == 8:
         return codes.to(fmt.code_torch_dtype)
     per_byte = 8 // fmt.bits
-    fields = codes.to(torch.int16).bitwise_and_((1 << fmt.bits) - 1).unflatten(-1, (-1, per_byte))
-    packed = fields[..., 0].clone()
+    fields = codes.to(torch.int16).bitwise_and_((1 << fmt.bits) - 1).reshape(*codes.shape[:-1], -1, per_byte)
+    packed: Tensor = fields[..., 0].clone()
     for position in range(1, per_byte):
         packed |= fields[..., position] << (position * fmt.bits)
     return packed.to(torch.uint8)

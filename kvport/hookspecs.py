@@ -48,15 +48,22 @@ class Device:
 
 @dataclass(frozen=True)
 class Probe:
-    """Whether a backend can run here. ``reason`` says why not; ``facts`` are versions and device names for reports."""
+    """Whether a backend can run here. ``reason`` says why not; ``facts`` are versions and device names for reports.
+
+    ``count`` is the number of devices of the probed type (indices 0 .. count-1), so that "mychip:7" can be refused
+    before anything is loaded; None leaves the check to torch, or for a chip without a torch device to ``load``.
+    """
 
     usable: bool
     reason: str = ""
     facts: dict[str, str] = field(default_factory=dict)
+    count: int | None = None
 
     def __post_init__(self) -> None:
         if not self.usable and not self.reason:
             raise ValueError("a probe that says unusable must give its reason")
+        if self.count is not None and (not isinstance(self.count, int) or self.count < 0):
+            raise ValueError(f"a probe's count is the number of devices or None, got {self.count!r}")
 
 
 @dataclass(frozen=True)

@@ -203,9 +203,7 @@ class CacheLayout:
                 dtype=self.dtype,
             )
             members.setdefault(layout, []).append(index)
-        return tuple(
-            Group(replace(layout, layers=len(indices)), tuple(indices)) for layout, indices in members.items()
-        )
+        return tuple(Group(replace(layout, layers=len(indices)), tuple(indices)) for layout, indices in members.items())
 
     def locate(self, layer: int) -> tuple[int, int]:
         """(group index, layer index inside the group) that hold the K/V of model layer ``layer``."""

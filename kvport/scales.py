@@ -72,12 +72,14 @@ def scales_digest(resolved: list[tuple[LayerScales, ...]]) -> str:
     for group_index, group in enumerate(resolved):
         for layer_index, layer in enumerate(group):
             for name, side in (("key", layer.key), ("value", layer.value)):
-                for part, tensor in (("scale", side and side.scale), ("zero", side and side.zero)):
-                    if tensor is None:
-                        continue
-                    found = True
-                    digest.update(f"{group_index}/{layer_index}/{name}.{part}/{tensor.dtype}{tuple(tensor.shape)}".encode())
-                    digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+                if side is None:
+                    continue
+                found = True
+                for part, tensor in (("scale", side.scale), ("zero", side.zero)):
+                    if tensor is not None:
+                        where = f"{group_index}/{layer_index}/{name}.{part}/{tensor.dtype}{tuple(tensor.shape)}"
+                        digest.update(where.encode())
+                        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest() if found else ""
 
 
@@ -101,7 +103,9 @@ def _resolve_side(where: str, fmt: TensorFormat, heads: int, dim: int, given: Si
     shape = {"tensor": (), "head": (heads,), "channel": (heads, dim)}[fmt.granularity]
     scale = _cast(where, "scale", given.scale, shape, fmt)
     if bool((bad := ~(torch.isfinite(scale) & (scale > 0))).any()):
-        raise ScaleError(f"{where}: {_first(bad, scale, 'scale')}; scales must be positive and finite in {fmt.scale_dtype}")
+        raise ScaleError(
+            f"{where}: {_first(bad, scale, 'scale')}; scales must be positive and finite in {fmt.scale_dtype}"
+        )
     if fmt.symmetric:
         if given.zero is not None:
             raise ScaleError(f"{where}: zeros given, but format {fmt} is symmetric; use {fmt}:asym or drop them")

@@ -1,0 +1,248 @@
+"""A correct version of every operation on any torch device: what a vendor inherits and then replaces, one at a time.
+
+Pages are kept in the canonical planes (token-major, then head), one tensor per plane of shape
+``(layers, pages, *plane.shape)``. Override :meth:`TorchBackend.allocate` and the operations that touch the store
+together if your chip wants another layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from kvport import codec
+from kvport.backend import Backend, Plan, StepArrays, Store, Support
+from kvport.errors import InvalidArgument, Unsupported
+from kvport.formats import TensorFormat
+from kvport.layout import GroupLayout
+from kvport.scales import LayerScales, SideScales
+from kvport_cpu.attention import Read, attend_sequence
+
+POISON = "poison"  # the name of the flag buffer beside the planes
+
+
+class TorchStore(Store):
+    """``planes``: name -> ``(layers, pages, *shape)``; ``scales``: per layer, on the device; ``poison``: flags."""
+
+    def __init__(
+        self,
+        layout: GroupLayout,
+        pages: int,
+        planes: dict[str, Tensor],
+        scales: tuple[LayerScales, ...],
+        poison: Tensor | None,
+    ) -> None:
+        super().__init__(layout, pages)
+        self.planes, self.scales, self.poison = planes, scales, poison
+
+    def sides(self, layer: int) -> tuple[tuple[str, TensorFormat, SideScales | None], ...]:
+        """(name, format, static scales) of K and of V."""
+        return (
+            ("key", self.layout.format.key, self.scales[layer].key),
+            ("value", self.layout.format.value, self.scales[layer].value),
+        )
+
+    def of_side(self, layer: int, side: str) -> dict[str, Tensor]:
+        """Planes of one side of one layer by short name ("codes", "scale", "zero"), each ``(pages, P, ...)``."""
+        prefix = f"{side}."
+        return {n.removeprefix(prefix): plane[layer] for n, plane in self.planes.items() if n.startswith(prefix)}
+
+
+class TorchBackend(Backend):
+    """Every operation in plain torch. Subclasses give ``name`` and may override any operation."""
+
+    name: ClassVar[str] = "torch"
+
+    def __init__(self, device: str, torch_device: torch.device) -> None:
+        self.device = device
+        self.torch_device = torch_device
+
+    def support(self, layout: GroupLayout) -> Support:
+        return Support()
+
+    def page_bytes(self, layout: GroupLayout) -> int:
+        return layout.canonical_page_bytes + (layout.layers if _needs_flags(layout) else 0)
+
+    def allocate(
+        self,
+        layout: GroupLayout,
+        pages: int,
+        *,
+        scales: Sequence[LayerScales] | None = None,
+        storage: Mapping[str, Tensor] | None = None,
+    ) -> TorchStore:
+        support = self.support(layout)
+        if not support.ok:
+            raise Unsupported(f"backend {self.name} cannot store {layout.format}", support.reasons)
+        wanted = {p.name: ((layout.layers, pages, *p.shape), p.dtype) for p in layout.planes}
+        if _needs_flags(layout):
+            wanted[POISON] = ((layout.layers, pages), torch.uint8)
+        if storage is None:
+            tensors = {n: torch.empty(s, dtype=d, device=self.torch_device) for n, (s, d) in wanted.items()}
+        else:
+            tensors = {n: _take(storage, n, s, d, self.torch_device) for n, (s, d) in wanted.items()}
+        poison = tensors.pop(POISON, None)
+        if poison is not None:
+            poison.zero_()
+        moved = tuple(_to_device(s, self.torch_device) for s in scales or [LayerScales()] * layout.layers)
+        return TorchStore(layout, pages, tensors, moved, poison)
+
+    def buffers(self, store: Store) -> dict[str, Tensor]:
+        assert isinstance(store, TorchStore)
+        return store.planes if store.poison is None else {**store.planes, POISON: store.poison}
+
+    def append(self, store: Store, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
+        assert isinstance(store, TorchStore)
+        page_size = store.layout.page_size
+        # A skipped row (-1) lands in slot 0 of the spare page, whose contents nobody reads: no host sync to filter.
+        slots = slots.clamp(min=0)
+        poisoned: Tensor | None = None
+        for (side, fmt, static), rows in zip(store.sides(layer), (key, value), strict=True):
+            encoded = codec.encode(fmt, rows, static)
+            for name, plane in store.of_side(layer, side).items():
+                plane.flatten(0, 1)[slots] = encoded.planes[name]
+            if encoded.poisoned is not None:
+                poisoned = encoded.poisoned if poisoned is None else poisoned | encoded.poisoned
+        if poisoned is not None and store.poison is not None:
+            flags, pages = store.poison[layer], slots // page_size
+            # A page begins anew with its first slot; only then does an old flag go.
+            begun = torch.zeros_like(flags).index_put_(
+                (pages,), (slots % page_size == 0).to(flags.dtype), accumulate=True
+            )
+            flags.masked_fill_(begun > 0, 0)
+            seen = torch.zeros_like(flags).index_put_((pages,), poisoned.to(flags.dtype), accumulate=True)
+            flags.masked_fill_(seen > 0, 1)
+
+    def seal(
+        self, source: Store, target: Store, layer: int, source_pages: Sequence[int], target_pages: Sequence[int]
+    ) -> None:
+        assert isinstance(source, TorchStore)
+        page_size = source.layout.page_size
+        table = torch.tensor(source_pages, device=self.torch_device).unsqueeze(0)
+        key, value = self.gather(source, layer, table, [len(source_pages) * page_size], torch.float32)
+        first = torch.tensor(target_pages, device=self.torch_device) * page_size
+        slots = (first.unsqueeze(-1) + torch.arange(page_size, device=self.torch_device)).flatten()
+        self.append(target, layer, key[0], value[0], slots)
+
+    def plan(self, store: Store, arrays: StepArrays) -> Plan:
+        return Plan(arrays, arrays.to(self.torch_device))
+
+    def attend(
+        self,
+        store: Store,
+        layer: int,
+        query: Tensor,
+        plan: Plan,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        partial: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        assert isinstance(store, TorchStore)
+        layout, host = store.layout, plan.host
+        out = query.new_empty(
+            (query.shape[0], layout.query_heads, layout.value_dim), dtype=torch.float32 if partial else query.dtype
+        )
+        lse = query.new_empty((query.shape[0], layout.query_heads), dtype=torch.float32)
+        starts = host.query_starts.tolist()
+        positions, kv_starts, lengths = (t.tolist() for t in (host.query_positions, host.kv_start, host.lengths))
+        for s, (first, last) in enumerate(pairwise(starts)):
+            if first == last:
+                continue
+            out[first:last], lse[first:last] = attend_sequence(
+                self._reader(store, layer, plan.device.page_table[s]),
+                query[first:last],
+                kv_heads=layout.kv_heads,
+                value_dim=layout.value_dim,
+                page_size=layout.page_size,
+                query_position=positions[s],
+                kv_start=kv_starts[s],
+                length=lengths[s],
+                window=layout.window,
+                scale=scale,
+                softcap=softcap,
+                sinks=sinks,
+            )
+        return out, lse
+
+    def gather(
+        self, store: Store, layer: int, page_table: Tensor, lengths: Sequence[int], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        assert isinstance(store, TorchStore)
+        longest = max(lengths, default=0)
+        pages = page_table[:, : store.layout.pages_for(longest)]
+        key, value = (
+            t.view(pages.shape[0], -1, *t.shape[2:])[:, :longest] for t in self._read(store, layer, pages.flatten())
+        )
+        for s, length in enumerate(lengths):
+            if length < longest:
+                key[s, length:] = 0
+                value[s, length:] = 0
+        return key.to(dtype), value.to(dtype)
+
+    def copy_pages(self, store: Store, source: Sequence[int], target: Sequence[int]) -> None:
+        old, new = (torch.tensor(ids, device=self.torch_device, dtype=torch.int64) for ids in (source, target))
+        for plane in self.buffers(store).values():
+            plane[:, new] = plane[:, old]
+
+    def export_pages(self, store: Store, layer: int, pages: Sequence[int]) -> dict[str, Tensor]:
+        assert isinstance(store, TorchStore)
+        index = torch.tensor(pages, device=self.torch_device, dtype=torch.int64)
+        return {name: plane[layer][index].cpu() for name, plane in store.planes.items()}
+
+    def import_pages(self, store: Store, layer: int, pages: Sequence[int], planes: Mapping[str, Tensor]) -> None:
+        assert isinstance(store, TorchStore)
+        index = torch.tensor(pages, device=self.torch_device, dtype=torch.int64)
+        for name, plane in store.planes.items():
+            plane[layer][index] = planes[name].to(self.torch_device)
+        if store.poison is not None:
+            store.poison[layer][index] = 0
+
+    def poisoned(self, store: Store) -> Tensor:
+        assert isinstance(store, TorchStore)
+        if store.poison is None:
+            return torch.zeros((store.layout.layers, store.pages), dtype=torch.bool)
+        return store.poison.cpu() > 0
+
+    def _reader(self, store: TorchStore, layer: int, pages: Tensor) -> Read:
+        return lambda begin, end: self._read(store, layer, pages[begin:end])
+
+    def _read(self, store: TorchStore, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Decode pages ``(n,)`` to float32 K ``(n, P, kv_heads, D)`` and V."""
+        found = []
+        for side, fmt, static in store.sides(layer):
+            planes = {name: plane.index_select(0, pages) for name, plane in store.of_side(layer, side).items()}
+            found.append(codec.decode(fmt, planes, static))
+        return found[0], found[1]
+
+
+def _needs_flags(layout: GroupLayout) -> bool:
+    # Only a static integer format has nowhere to keep a NaN visible.
+    return layout.format.static
+
+
+def _take(
+    storage: Mapping[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    if name not in storage:
+        raise InvalidArgument(f"storage lacks {name!r}; it needs {shape} of {dtype}")
+    tensor = storage[name]
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device.type != device.type:
+        raise InvalidArgument(
+            f"storage {name!r} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; needs {shape} {dtype} on {device}"
+        )
+    return tensor
+
+
+def _to_device(scales: LayerScales, device: torch.device) -> LayerScales:
+    def move(side: SideScales | None) -> SideScales | None:
+        if side is None:
+            return None
+        return SideScales(side.scale.to(device), None if side.zero is None else side.zero.to(device))
+
+    return LayerScales(move(scales.key), move(scales.value))

@@ -1,0 +1,374 @@
+"""The cache: pools of pages on one device, and the sequences that hold them.
+
+Data flows one way: user -> cache and step (pages, slots, plan) -> backend operation -> store. A cache is used from one
+thread; it never asks which vendor it runs on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+from dataclasses import asdict, dataclass
+from types import TracebackType
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from kvport.backend import Backend, Execution, Support, operations
+from kvport.errors import ClosedError, InvalidArgument, KVPortError, OutOfPages, SequenceError, StepError, Unsupported
+from kvport.formats import dtype_name
+from kvport.image import PageImage, export_sequence, import_sequence
+from kvport.layout import CacheLayout
+from kvport.pages import SPARE, PagePool
+from kvport.prefix import PrefixIndex, PrefixStats
+from kvport.scales import LayerScales, resolve_scales, scales_digest
+from kvport.sequences import Sequence
+from kvport.step import Step
+
+FINGERPRINT_VERSION = 1
+
+
+@dataclass(frozen=True)
+class CacheInfo:
+    """What was opened: which backend runs, how, and by whose code."""
+
+    backend: str
+    device: str
+    execution: Execution
+    operations: dict[str, Literal["native", "inherited"]]
+    format: str
+    fingerprint: str
+    workspace: str
+    facts: dict[str, str]
+
+
+@dataclass(frozen=True)
+class PoolStats:
+    """Pages of one group: ``free`` + ``evictable`` (only the prefix index holds them) + ``held`` = ``total``."""
+
+    total: int
+    free: int
+    evictable: int
+    page_bytes: int
+    allocated_bytes: int
+
+    @property
+    def held(self) -> int:
+        return self.total - self.free - self.evictable
+
+
+@dataclass(frozen=True)
+class CacheStats:
+    """Pages by group, live sequences, and the prefix index's counters."""
+
+    groups: tuple[PoolStats, ...]
+    sequences: int
+    prefix_entries: int
+    prefix: PrefixStats
+
+    @property
+    def allocated_bytes(self) -> int:
+        return sum(group.allocated_bytes for group in self.groups)
+
+
+@dataclass(frozen=True)
+class Poisoned:
+    """A static integer format met a NaN: the sequence, the model layer and the position of the page's first token."""
+
+    sequence: Sequence
+    layer: int
+    position: int
+
+
+class PagedCache:
+    """A quantized, paged KV cache on one device. Open one with :func:`kvport.open`."""
+
+    def __init__(
+        self,
+        backend: Backend,
+        layout: CacheLayout,
+        pages: SequenceOf[int],
+        *,
+        scales: Mapping[int, LayerScales] | None = None,
+        identity: Mapping[str, str] | None = None,
+        share_prefixes: bool = True,
+    ) -> None:
+        """``pages`` has one page count per layout group, spare included; ``identity`` names model, adapter and RoPE."""
+        self.backend = backend
+        self.layout = layout
+        self.share_prefixes = share_prefixes
+        resolved = resolve_scales(layout, scales)
+        self._supports = [_supported(backend, layout, group) for group in range(len(layout.groups))]
+        self.fingerprint = _fingerprint(layout, scales_digest(resolved), identity or {})
+        self._pools = [PagePool(count) for count in pages]
+        self._stores = [
+            backend.allocate(group.layout, count, scales=scale if group.layout.format.static else None)
+            for group, count, scale in zip(layout.groups, pages, resolved, strict=True)
+        ]
+        self._page_bytes = [backend.page_bytes(group.layout) for group in layout.groups]
+        self.prefix = PrefixIndex(
+            self.fingerprint, layout.page_size, self._pools, [group.layout.window for group in layout.groups]
+        )
+        self._where = [layout.locate(layer) for layer in range(len(layout.layers))]
+        self._stored_layers = [layer for group in layout.groups for layer in group.layers]
+        self._sequences: dict[int, Sequence] = {}
+        self._made = 0
+        self._step: Step | None = None
+        self._closed = False
+
+    # -- sequences -----------------------------------------------------------------------------------------------
+
+    def sequence(self) -> Sequence:
+        """A new empty sequence."""
+        self._open("make a sequence in")
+        self._outside_step("make a sequence")
+        return self._new_sequence()
+
+    def match(self, ids: SequenceOf[int]) -> Sequence:
+        """A new sequence that begins with the longest stored prefix of these token ids, in whole pages.
+
+        ``length`` of the result says how many tokens were found (0 where none). To have at least one token left to
+        compute, pass all but the last id.
+        """
+        self._open("match a prefix in")
+        self._outside_step("match a prefix")
+        sequence = self._new_sequence()
+        if self.share_prefixes:
+            chain, pages, passed = self.prefix.match(list(ids))
+            for pool, held in zip(self._pools, pages, strict=True):
+                pool.retain(held)
+            sequence._chain, sequence._pages, sequence._passed = chain, pages, passed
+            sequence._length = len(chain) * self.layout.page_size
+            sequence._ids = [int(i) for i in ids[: sequence._length]]
+        return sequence
+
+    def step(self, tokens: Mapping[Sequence, int | SequenceOf[int]]) -> Step:
+        """Begin a step: ``{sequence: n}`` or ``{sequence: token ids}``. Token ids make full pages findable by
+        :meth:`match`.
+
+        Raises :class:`OutOfPages` (nothing changed) where the pools cannot hold it.
+        """
+        self._open("step")
+        self._outside_step("begin a step")
+        self._step = Step(self, tokens)
+        return self._step
+
+    def gather(self, sequence: Sequence, layer: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
+        """Decode a sequence's committed tokens of one layer to K ``(length, kv_heads, key_dim)`` and V.
+
+        Positions that a window has freed are zeros. ``dtype`` defaults to the cache's.
+        """
+        self._open("gather from")
+        sequence._usable("gather")
+        self._own(sequence)
+        group, local = self._locate(layer)
+        table = torch.tensor([sequence._pages[group]], dtype=torch.int32, device=self.backend.torch_device)
+        start = sequence._passed[group] * self.layout.page_size
+        key, value = self._gather(group, local, table, [start], [sequence.length], dtype)
+        return key[0], value[0]
+
+    def export(self, sequence: Sequence) -> PageImage:
+        """The canonical page image of a sequence's committed tokens, on the host."""
+        return export_sequence(self, sequence)
+
+    def insert(self, image: PageImage) -> Sequence:
+        """A new sequence from a page image of a cache with the same fingerprint, bit for bit, on any backend.
+
+        Raises :class:`ImageError` where anything differs and :class:`OutOfPages` where it does not fit; nothing
+        changed then.
+        """
+        return import_sequence(self, image)
+
+    # -- accounts ------------------------------------------------------------------------------------------------
+
+    @property
+    def info(self) -> CacheInfo:
+        """What was opened, for logs and reports."""
+        return CacheInfo(
+            backend=self.backend.name,
+            device=self.backend.device,
+            execution=self.backend.execution,
+            operations=operations(self.backend),
+            format=str(self.layout.format),
+            fingerprint=self.fingerprint,
+            workspace="history" if any(s.workspace == "history" for s in self._supports) else "bounded",
+            facts=self.backend.facts(),
+        )
+
+    @property
+    def sequences(self) -> tuple[Sequence, ...]:
+        """Live sequences, oldest first."""
+        return tuple(self._sequences.values())
+
+    def stats(self) -> CacheStats:
+        """Pages, bytes and prefix counters right now."""
+        self._open("read the statistics of")
+        groups = tuple(
+            PoolStats(pool.total, pool.free, self.prefix.evictable(group), size, size * pool.pages)
+            for group, (pool, size) in enumerate(zip(self._pools, self._page_bytes, strict=True))
+        )
+        return CacheStats(groups, len(self._sequences), len(self.prefix), self.prefix.stats)
+
+    def canonical_bytes(self) -> int:
+        """Bytes of the canonical page images of all live sequences (a shared page counts once per sequence)."""
+        return self.layout.canonical_bytes([s.length for s in self._sequences.values()])
+
+    def check(self) -> tuple[Poisoned, ...]:
+        """Recount every page reference, and report NaNs that a static integer format had to store as code 0.
+
+        Raises :class:`KVPortError` if a count is wrong, which would be a fault of kvport itself.
+        """
+        self._open("check")
+        self._outside_step("check the cache")
+        for group, pool in enumerate(self._pools):
+            counted = [0] * pool.pages
+            counted[SPARE] = 1
+            for held in (*(s._pages[group] for s in self._sequences.values()), self.prefix.pages(group)):
+                for page in held:
+                    counted[page] += page != SPARE
+            wrong = [p for p in range(pool.pages) if counted[p] != pool.references(p)]
+            if wrong or pool.free != sum(1 for c in counted if c == 0):
+                raise KVPortError(f"page counts of group {group} are wrong for pages {wrong}: a fault of kvport")
+        found = []
+        for number, (members, store) in enumerate(zip(self.layout.groups, self._stores, strict=True)):
+            if not members.layout.format.static:
+                continue
+            flags = self.backend.poisoned(store)
+            for sequence in self._sequences.values():
+                for index, page in enumerate(sequence._pages[number]):
+                    found += [
+                        Poisoned(sequence, layer, index * self.layout.page_size)
+                        for local, layer in enumerate(members.layers)
+                        if page and bool(flags[local, page])
+                    ]
+        return tuple(found)
+
+    def close(self) -> None:
+        """Give the device memory back. Every later use of the cache or its sequences raises :class:`ClosedError`."""
+        if self._closed:
+            return
+        self._outside_step("close the cache")
+        for sequence in self._sequences.values():
+            sequence._alive = False
+        self._sequences.clear()
+        self._stores.clear()
+        self._closed = True
+
+    def __enter__(self) -> PagedCache:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._step is not None:
+            self._step.rollback()
+        self.close()
+
+    def __deepcopy__(self, memo: object) -> PagedCache:
+        raise KVPortError("a cache cannot be copied; fork its sequences, or open a second cache")
+
+    # -- shared with steps and sequences ------------------------------------------------------------------------
+
+    def _new_sequence(self) -> Sequence:
+        self._made += 1
+        sequence = self._sequences[self._made] = Sequence(self, self._made)
+        return sequence
+
+    def _forget(self, sequence: Sequence) -> None:
+        del self._sequences[sequence.number]
+
+    def _take_pages(self, needs: SequenceOf[int], who: str) -> list[list[int]]:
+        """Take pages in every group, all or nothing, evicting unreferenced prefix pages only if that suffices."""
+        for group, (pool, need) in enumerate(zip(self._pools, needs, strict=True)):
+            free = pool.free
+            if need > free and need > (free := free + self.prefix.evictable(group)):
+                raise OutOfPages(
+                    f"{who} needs {need} pages in group {group} (layers {list(self.layout.groups[group].layers)}), "
+                    f"{free} of {pool.total} are free; free or truncate sequences, make the step smaller, or open the "
+                    "cache with more pages",
+                    needed=need,
+                    free=free,
+                    total=pool.total,
+                )
+        for group, (pool, need) in enumerate(zip(self._pools, needs, strict=True)):
+            if need > pool.free:
+                self.prefix.evict(group, need - pool.free)
+        return [pool.take(need) for pool, need in zip(self._pools, needs, strict=True)]
+
+    def _index(self, sequence: Sequence) -> None:
+        """Make the full pages of a sequence whose token ids are known findable."""
+        if sequence._ids is None or not self.share_prefixes:
+            return
+        known = len(sequence._chain)
+        self.prefix.extend(sequence._chain, sequence._ids)
+        if len(sequence._chain) > known:
+            self.prefix.insert(sequence._chain, sequence._pages, known)
+
+    def _own(self, sequence: Sequence) -> None:
+        if sequence._cache is not self:
+            raise SequenceError(f"{sequence!r} belongs to another cache")
+
+    def _locate(self, layer: int) -> tuple[int, int]:
+        if not isinstance(layer, int) or not 0 <= layer < len(self._where):
+            self.layout.locate(layer)  # raises with the allowed range
+        return self._where[layer]
+
+    def _gather(
+        self,
+        group: int,
+        local: int,
+        table: Tensor,
+        starts: SequenceOf[int],
+        lengths: SequenceOf[int],
+        dtype: torch.dtype | None,
+    ) -> tuple[Tensor, Tensor]:
+        key, value = self.backend.gather(self._stores[group], local, table, lengths, dtype or self.layout.dtype)
+        for s, start in enumerate(starts):
+            if start:  # these columns point at the spare page, whose bytes mean nothing
+                key[s, :start] = 0
+                value[s, :start] = 0
+        return key, value
+
+    def _open(self, action: str) -> None:
+        if self._closed:
+            raise ClosedError(f"cannot {action} a closed cache; open a new one with kvport.open")
+
+    def _outside_step(self, action: str) -> None:
+        if self._step is not None:
+            raise StepError(f"cannot {action} while a step is open; leave its with block (or commit it) first")
+
+
+def _supported(backend: Backend, layout: CacheLayout, group: int) -> Support:
+    wanted = layout.groups[group]
+    support = backend.support(wanted.layout)
+    if not support.ok:
+        raise Unsupported(
+            f"backend {backend.name} on {backend.device} cannot hold layers {list(wanted.layers)} as "
+            f"{wanted.layout.format}",
+            support.reasons,
+        )
+    if wanted.layout.window is not None and "window" not in support.features:
+        raise Unsupported(f"backend {backend.name} does not honour a sliding window ({wanted.layout.window} tokens)")
+    return support
+
+
+def _fingerprint(layout: CacheLayout, scales: str, identity: Mapping[str, str]) -> str:
+    """sha256 over everything that must agree before two caches may share or exchange a page."""
+    if unknown := set(identity) - {"model", "adapter", "rope"}:
+        raise InvalidArgument(f"identity takes model, adapter and rope, not {sorted(unknown)}")
+    record = {
+        "version": FINGERPRINT_VERSION,
+        "page_size": layout.page_size,
+        "dtype": dtype_name(layout.dtype),
+        "layers": [
+            {**asdict(spec), "format": json.loads((spec.format or layout.format).identity())} for spec in layout.layers
+        ],
+        "static_scales": scales,
+        "model": identity.get("model", ""),
+        "adapter": identity.get("adapter", ""),
+        "rope": identity.get("rope", ""),
+    }
+    return hashlib.sha256(json.dumps(record, sort_keys=True, separators=(",", ":")).encode()).hexdigest()

@@ -1,0 +1,220 @@
+"""The canonical page image: one sequence's codes and scales on the host, and its file.
+
+A page image is what moves between devices and vendors. Its arrays are the planes of :func:`kvport.layout.planes`,
+token-major then head, little endian, one tensor per model layer and plane of shape ``(pages, *plane.shape)``. Slots
+never written are zero. Codes and scales are digested apart, so that two chips can be compared on each.
+
+The file is safetensors; its metadata holds the version, the cache's fingerprint, the format and a checksum per layer.
+Loading refuses, and never repairs, an image that is truncated, altered, incomplete or of another cache.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from kvport.errors import ImageError
+from kvport.layout import CacheLayout, GroupLayout
+
+if TYPE_CHECKING:
+    from kvport.cache import PagedCache
+    from kvport.sequences import Sequence
+
+IMAGE_VERSION = 1
+
+
+@dataclass(frozen=True)
+class PageImage:
+    """One sequence's pages.
+
+    ``layers``: model layer -> plane name -> tensor ``(pages, *shape)``. ``passed``: by layer group, leading pages
+    that a sliding window had freed and that are not in the image. ``ids`` are the token ids where known.
+    """
+
+    fingerprint: str
+    format: str
+    length: int
+    passed: tuple[int, ...]
+    layers: Mapping[int, Mapping[str, Tensor]]
+    ids: tuple[int, ...] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        return sum(t.numel() * t.itemsize for planes in self.layers.values() for t in planes.values())
+
+    def digests(self) -> dict[int, dict[str, str]]:
+        """Per model layer, sha256 of its codes and of its scales (scales and zeros), apart."""
+        found = {}
+        for layer, planes in self.layers.items():
+            parts = {"codes": hashlib.sha256(), "scales": hashlib.sha256()}
+            for name in sorted(planes):
+                parts["codes" if name.endswith(".codes") else "scales"].update(_little_endian(planes[name]))
+            found[layer] = {part: digest.hexdigest() for part, digest in parts.items()}
+        return found
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Write the image to a file, atomically: a reader sees the old file or the whole new one."""
+        target = Path(path)
+        tensors = {f"{layer}.{n}": t.contiguous() for layer, planes in self.layers.items() for n, t in planes.items()}
+        metadata = {
+            "kvport.image": str(IMAGE_VERSION),
+            "fingerprint": self.fingerprint,
+            "format": self.format,
+            "length": str(self.length),
+            "passed": json.dumps(self.passed),
+            "ids": json.dumps(self.ids),
+            "digests": json.dumps({str(layer): digest for layer, digest in self.digests().items()}, sort_keys=True),
+        }
+        handle, temporary = tempfile.mkstemp(prefix=target.name, suffix=".tmp", dir=target.parent)
+        os.close(handle)
+        try:
+            safetensors.torch.save_file(tensors, temporary, metadata)
+            os.replace(temporary, target)
+        except BaseException:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary)
+            raise
+
+    @classmethod
+    def load(cls, path: str | os.PathLike[str]) -> PageImage:
+        """Read a file written by :meth:`save`. Raises :class:`ImageError` for anything but an intact image."""
+        try:
+            with safe_open(os.fspath(path), framework="pt") as file:
+                metadata = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+        except FileNotFoundError:
+            raise
+        except (SafetensorError, OSError, ValueError) as error:
+            raise ImageError(f"{path} is not an intact safetensors file: {error}") from error
+        if metadata.get("kvport.image") != str(IMAGE_VERSION):
+            raise ImageError(
+                f"{path} has page image version {metadata.get('kvport.image')!r}; this kvport reads {IMAGE_VERSION}"
+            )
+        try:
+            layers: dict[int, dict[str, Tensor]] = {}
+            for name, tensor in tensors.items():
+                layer, _, plane = name.partition(".")
+                layers.setdefault(int(layer), {})[plane] = tensor
+            ids = json.loads(metadata["ids"])
+            image = cls(
+                fingerprint=metadata["fingerprint"],
+                format=metadata["format"],
+                length=int(metadata["length"]),
+                passed=tuple(int(n) for n in json.loads(metadata["passed"])),
+                layers=dict(sorted(layers.items())),
+                ids=None if ids is None else tuple(int(i) for i in ids),
+            )
+            recorded = json.loads(metadata["digests"])
+        except (KeyError, ValueError, TypeError) as error:
+            raise ImageError(f"{path} has damaged page image metadata: {error!r}") from error
+        found = {str(layer): digest for layer, digest in image.digests().items()}
+        if found != recorded:
+            wrong = sorted(k for k in {*found, *recorded} if found.get(k) != recorded.get(k))
+            raise ImageError(f"{path}: the checksums of layers {wrong} do not match; the file was damaged or altered")
+        return image
+
+
+def export_sequence(cache: PagedCache, sequence: Sequence) -> PageImage:
+    """The canonical image of a sequence's committed tokens."""
+    cache._open("export from")
+    sequence._usable("export")
+    cache._own(sequence)
+    layers = {}
+    for group_index, group in enumerate(cache.layout.groups):
+        held = sequence._pages[group_index][sequence._passed[group_index] :]
+        for local, layer in enumerate(group.layers):
+            planes = cache.backend.export_pages(cache._stores[group_index], local, held)
+            layers[layer] = {name: _blank_tail(t, group.layout, sequence.length) for name, t in planes.items()}
+    return PageImage(
+        fingerprint=cache.fingerprint,
+        format=str(cache.layout.format),
+        length=sequence.length,
+        passed=tuple(sequence._passed),
+        layers=dict(sorted(layers.items())),
+        ids=None if sequence._ids is None else tuple(sequence._ids),
+    )
+
+
+def import_sequence(cache: PagedCache, image: PageImage) -> Sequence:
+    """A new sequence holding the image's pages, bit for bit.
+
+    Raises :class:`ImageError` where the fingerprint or the geometry differs, and :class:`OutOfPages` where the pools
+    cannot hold it; nothing changed then.
+    """
+    cache._open("import into")
+    cache._outside_step("import a page image")
+    if image.fingerprint != cache.fingerprint:
+        raise ImageError(
+            f"the image (format {image.format}, fingerprint {image.fingerprint[:12]}...) belongs to another kind of "
+            f"cache than this one (format {cache.layout.format}, {cache.fingerprint[:12]}...): format, static scales, "
+            "geometry, page size, dtype, model, adapter and RoPE must all agree"
+        )
+    _check_image(cache.layout, image)
+    counts = [g.layout.pages_for(image.length) - p for g, p in zip(cache.layout.groups, image.passed, strict=True)]
+    taken = cache._take_pages(counts, "the image")
+    try:
+        for group_index, group in enumerate(cache.layout.groups):
+            for local, layer in enumerate(group.layers):
+                cache.backend.import_pages(cache._stores[group_index], local, taken[group_index], image.layers[layer])
+    except BaseException:
+        for pool, pages in zip(cache._pools, taken, strict=True):
+            pool.release(pages)
+        raise
+    sequence = cache._new_sequence()
+    sequence._pages = [[0] * passed + pages for passed, pages in zip(image.passed, taken, strict=True)]
+    sequence._passed = list(image.passed)
+    sequence._length = image.length
+    sequence._ids = None if image.ids is None else list(image.ids)
+    cache._index(sequence)
+    return sequence
+
+
+def _check_image(layout: CacheLayout, image: PageImage) -> None:
+    """The fingerprint fixes format and geometry; this catches an image whose arrays do not keep to it."""
+    if image.length < 0 or len(image.passed) != len(layout.groups):
+        raise ImageError(f"image of length {image.length} with {len(image.passed)} groups, needs {len(layout.groups)}")
+    if image.ids is not None and len(image.ids) != image.length:
+        raise ImageError(f"image has {len(image.ids)} token ids for {image.length} tokens")
+    stored = {layer for group in layout.groups for layer in group.layers}
+    if set(image.layers) != stored:
+        raise ImageError(f"image holds layers {sorted(image.layers)}, the cache stores {sorted(stored)}")
+    for group, passed in zip(layout.groups, image.passed, strict=True):
+        window = group.layout.window
+        most = 0 if window is None else max(0, image.length - window + 1) // group.layout.page_size
+        if not 0 <= passed <= most:
+            raise ImageError(
+                f"image lacks {passed} leading pages of layers {list(group.layers)}; at most {most} may be"
+            )
+        pages = group.layout.pages_for(image.length) - passed
+        wanted = {p.name: ((pages, *p.shape), p.dtype) for p in group.layout.planes}
+        for layer in group.layers:
+            got = {n: (tuple(t.shape), t.dtype) for n, t in image.layers[layer].items()}
+            if got != wanted:
+                raise ImageError(f"layer {layer} of the image has arrays {got}, needs {wanted}")
+
+
+def _blank_tail(planes: Tensor, layout: GroupLayout, length: int) -> Tensor:
+    """Zero what was never written in the last page."""
+    if used := length % layout.page_size:
+        planes[-1, used:] = 0
+    return planes
+
+
+def _little_endian(tensor: Tensor) -> bytes:
+    raw = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
+    if sys.byteorder == "big":
+        raw = raw.reshape(-1, tensor.itemsize)[:, ::-1]
+    return raw.tobytes()

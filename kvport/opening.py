@@ -1,0 +1,111 @@
+"""``kvport.open``: from a device string and a geometry to a cache."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as SequenceOf
+
+import torch
+
+from kvport.cache import PagedCache
+from kvport.errors import InvalidArgument
+from kvport.formats import CacheFormat
+from kvport.layout import DEFAULT_PAGE_SIZE, CacheLayout
+from kvport.scales import LayerScales
+
+
+def open(
+    device: str,
+    *,
+    format: str | CacheFormat | None = None,
+    layers: int | None = None,
+    kv_heads: int | None = None,
+    head_dim: int | None = None,
+    query_heads: int | None = None,
+    value_dim: int | None = None,
+    window: int | None = None,
+    page_size: int | None = None,
+    dtype: torch.dtype | None = None,
+    layout: CacheLayout | None = None,
+    tokens: int | None = None,
+    pages: int | SequenceOf[int] | None = None,
+    scales: Mapping[int, LayerScales] | None = None,
+    identity: Mapping[str, str] | None = None,
+    share_prefixes: bool = True,
+) -> PagedCache:
+    """Open a paged KV cache.
+
+    Args:
+        device: ``"cpu"``, ``"cuda:1"``, ``"npu:0"``, or ``backend@device`` such as ``"reference@cuda:0"``.
+        format: a format string (default ``"int8"``), see :mod:`kvport.formats`.
+        layers, kv_heads, head_dim, query_heads, value_dim, window, page_size, dtype: a model of equal layers;
+            ``query_heads`` defaults to ``kv_heads``, ``value_dim`` to ``head_dim``, ``page_size`` to 128, ``dtype``
+            (the model's own, in which K and V arrive) to torch.float32.
+        layout: instead of those, a :class:`CacheLayout` for hybrid, windowed or per-layer geometries.
+        tokens: capacity: every group of layers gets ceil(tokens / page_size) pages and the spare. A sequence occupies
+            whole pages, so N running sequences want up to N * (page_size - 1) tokens more.
+        pages: instead, the page count (spare included), one for all groups or one per group.
+        scales: static scales by layer, for formats that say ``static``.
+        identity: ``{"model": ..., "adapter": ..., "rope": ...}``: part of the fingerprint that pages are shared under.
+        share_prefixes: whether full pages of known token ids are kept findable for :meth:`PagedCache.match`.
+
+    Raises:
+        InvalidArgument: arguments that cannot be, before any backend is loaded.
+        UnknownBackend, BackendUnavailable: nothing usable drives the device; the message lists every candidate.
+        Unsupported: the backend declines the layout, with every reason.
+    """
+    equal = {"layers": layers, "kv_heads": kv_heads, "head_dim": head_dim}
+    others = {
+        "format": format,
+        "query_heads": query_heads,
+        "value_dim": value_dim,
+        "window": window,
+        "page_size": page_size,
+        "dtype": dtype,
+    }
+    if layout is None:
+        if missing := [name for name, value in equal.items() if value is None]:
+            raise InvalidArgument(f"open needs {', '.join(missing)} (or a layout=CacheLayout(...))")
+        assert layers is not None
+        assert kv_heads is not None
+        assert head_dim is not None
+        layout = CacheLayout.uniform(
+            layers=layers,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            query_heads=query_heads,
+            value_dim=value_dim,
+            window=window,
+            format="int8" if format is None else format,
+            page_size=DEFAULT_PAGE_SIZE if page_size is None else page_size,
+            dtype=torch.float32 if dtype is None else dtype,
+        )
+    elif given := [name for name, value in {**equal, **others}.items() if value is not None]:
+        raise InvalidArgument(f"layout= already says {', '.join(given)}; give one or the other")
+    from kvport.registry import load_backend  # plugins are looked up when a cache is opened, not at import
+
+    return PagedCache(
+        load_backend(device),
+        layout,
+        _page_counts(layout, tokens, pages),
+        scales=scales,
+        identity=identity,
+        share_prefixes=share_prefixes,
+    )
+
+
+def _page_counts(layout: CacheLayout, tokens: int | None, pages: int | SequenceOf[int] | None) -> list[int]:
+    if (tokens is None) == (pages is None):
+        raise InvalidArgument("open needs exactly one of tokens= (capacity in tokens) and pages= (page count)")
+    groups = len(layout.groups)
+    if tokens is not None:
+        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
+            raise InvalidArgument(f"tokens must be a positive integer, got {tokens!r}")
+        return [group.layout.pages_for(tokens) + 1 for group in layout.groups]
+    counts = [pages] * groups if isinstance(pages, int) else list(pages or ())
+    if len(counts) != groups:
+        raise InvalidArgument(f"pages gives {len(counts)} counts, the layout has {groups} groups of equal layers")
+    for count in counts:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 2:
+            raise InvalidArgument(f"pages must be integers >= 2 (one is the spare), got {count!r}")
+    return counts
