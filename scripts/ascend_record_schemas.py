@@ -64,7 +64,7 @@ def wheel_of(version: str, folder: Path) -> Path:
 
 def operators_of(wheel: Path) -> dict[str, str]:
     """Operator name -> schema, for OPERATORS that this wheel defines. Two unequal schemas of one name are an error."""
-    import yaml
+    import yaml  # type: ignore[import-untyped,unused-ignore]
 
     with zipfile.ZipFile(wheel) as archive:
         document = yaml.safe_load(archive.read(YAML_IN_WHEEL))

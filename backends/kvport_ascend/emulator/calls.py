@@ -43,8 +43,8 @@ IFA_NAMES = {"kv_lengths": "actual_seq_lengths", "q_heads": "num_heads"}
 class AclnnParameterError(RuntimeError):
     """A call that the operator's host checks refuse, or that its documentation rules out.
 
-    ``rule`` is the broken rule's name in :mod:`kvport_ascend.emulator.rules`. 561002 is the code that aclnn returns when
-    the host-side (tiling) check of an operator fails; the wording is the emulator's own.
+    ``rule`` is the broken rule's name in :mod:`kvport_ascend.emulator.rules`. 561002 is the code that aclnn returns
+    when the host-side (tiling) check of an operator fails; the wording is the emulator's own.
     """
 
     def __init__(self, operator: str, rule: str, message: str, source: str, doubt: str) -> None:
