@@ -30,8 +30,10 @@ F32_LARGEST = np.float32((2.0 - 2.0**-23) * 2.0**127)
 
 
 def float_bits(x: Float32Array) -> npt.NDArray[np.uint32]:
-    """The bit patterns of float32 values, same shape."""
-    return np.ascontiguousarray(x, dtype=np.float32).reshape(np.shape(x)).view(np.uint32)
+    """The bit patterns of float32 values, same shape. TypeError for any other dtype: a cast here would round twice."""
+    if x.dtype != np.float32:
+        raise TypeError(f"bit patterns are taken of float32 only; got {x.dtype}")
+    return np.ascontiguousarray(x).reshape(np.shape(x)).view(np.uint32)
 
 
 def bits_to_float(bits: npt.ArrayLike) -> Float32Array:
@@ -158,7 +160,7 @@ class SmallFloat:
         """The nearest value of this encoding, as float32: `decode` of `encode`."""
         return self.decode(self.encode(x, rounding))
 
-    def half_spacing(self, x: Float32Array) -> npt.NDArray[np.float64]:
+    def half_spacing(self, x: Array) -> npt.NDArray[np.float64]:
         """Half the distance between neighbouring values around |x|: the largest rounding error there."""
         with np.errstate(invalid="ignore"):
             magnitude = np.where(np.isfinite(x), np.abs(x.astype(np.float64)), 0.0)
