@@ -99,11 +99,14 @@ def find_entries() -> list[PluginEntry]:
         for point in distribution.entry_points:
             if point.group != GROUP:
                 continue
-            name = distribution.metadata["Name"] or "unknown"
+            try:
+                name, version = distribution.metadata["Name"], distribution.version
+            except (KeyError, TypeError):  # a metadata folder without its METADATA file
+                name, version = "unknown", "unknown"
             key = (point.name, re.sub(r"[-_.]+", "-", name).lower())
             if key not in found:
                 location = str(distribution.locate_file(""))
-                found[key] = PluginEntry(point.name, point.value, name, distribution.version, location)
+                found[key] = PluginEntry(point.name, point.value, name, version, location)
     return sorted(found.values(), key=lambda entry: (entry.name, entry.distribution))
 
 

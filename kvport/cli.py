@@ -1,0 +1,65 @@
+"""The ``kvport`` command. Every subcommand is one line in :data:`COMMANDS`.
+
+A subcommand's module has ``configure(parser)``, which adds its arguments, and ``run(args) -> int``, which does the
+work and returns the exit status. It is imported only when its command is asked for; what is heavy (torch models, a
+GPU's libraries) it imports inside ``run``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from kvport.errors import KVPortError
+
+
+@dataclass(frozen=True)
+class Command:
+    """One subcommand: what the user types, the module that does it, the line in ``kvport --help``."""
+
+    name: str
+    module: str
+    help: str
+
+
+COMMANDS: Final = (
+    Command("backends", "kvport.commands.backends", "list the installed backends: usable or why not, what they do"),
+)
+
+
+def parser(chosen: str | None = None) -> argparse.ArgumentParser:
+    """The parser with every subcommand's name and help, and the arguments of ``chosen``."""
+    top = argparse.ArgumentParser(prog="kvport", description="Hardware-portable quantized, paged KV caches.")
+    top.add_argument("--version", action="version", version=f"kvport {importlib.metadata.version('kvport')}")
+    subparsers = top.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        sub = subparsers.add_parser(command.name, help=command.help, description=command.help)
+        if command.name == chosen:
+            module = importlib.import_module(command.module)
+            module.configure(sub)
+            sub.set_defaults(run=module.run)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run ``kvport ARGV``; returns the exit status: 0 done, 1 an error of kvport's own, 2 wrong usage."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    # The top level takes no option with a value, so the first word that is no option names the subcommand.
+    chosen = next((word for word in arguments if not word.startswith("-")), None)
+    args = parser(chosen).parse_args(arguments)
+    try:
+        status: int = args.run(args)
+    except KVPortError as error:
+        print(f"kvport {args.command}: error: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # "kvport ... | head": the reader has what it wanted
+        sys.stderr.close()
+        return 0
+    return status

@@ -1,0 +1,1 @@
+"""The subcommands of ``kvport``, one module each; :data:`kvport.cli.COMMANDS` is their table."""

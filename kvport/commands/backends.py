@@ -1,0 +1,86 @@
+"""``kvport backends``: every installed backend, what it can do here, or why not."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import textwrap
+from collections.abc import Iterator
+
+from kvport.inspection import TIME_LIMIT, Capability, DeviceListing, Listing, list_backends
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print the whole listing as JSON")
+    parser.add_argument("--no-probe", action="store_true", help="only import the plugin modules, ask no device")
+    parser.add_argument(
+        "--time-limit",
+        type=float,
+        default=TIME_LIMIT,
+        metavar="SECONDS",
+        help="for each plugin, which is probed in a process of its own (default %(default)g)",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    rows = list_backends(probe=not args.no_probe, time_limit=args.time_limit)
+    if args.json:
+        version = importlib.metadata.version("kvport")
+        print(json.dumps({"schema_version": 1, "kvport": version, "backends": [r.to_json() for r in rows]}, indent=2))
+    elif not rows:
+        print("No backend is installed: not even kvport's own is registered, so reinstall kvport with pip.")
+    else:
+        print("\n\n".join("\n".join(_lines(row)) for row in rows))
+    broken = [row for row in rows if row.error]
+    return 1 if broken and os.environ.get("KVPORT_STRICT_PLUGINS") == "1" else 0
+
+
+def _lines(row: Listing) -> Iterator[str]:
+    yield f"{row.name}  ({row.distribution} {row.version}, module {row.module}, in {row.location})"
+    if row.summary:
+        yield f"  {row.summary}"
+    if row.error:
+        yield from _field("not loaded", row.error)
+    for device in row.devices:
+        yield from _field(device.type, _verdict(row, device))
+        if device.capability is not None:
+            yield from _capability(device.capability)
+
+
+def _verdict(row: Listing, device: DeviceListing) -> str:
+    if device.usable is None:
+        words = ["not probed"]
+    elif device.usable:
+        words = ["usable"] if device.count is None else [f"usable, {device.count} device(s)"]
+    else:
+        words = [f"not usable: {device.reason}"]
+    if device.explicit:
+        words.append(f"only by name, as {row.name}@{device.type}")
+    words += [f"{key} {value}" for key, value in (device.facts or {}).items()]
+    return "; ".join(words)
+
+
+def _capability(found: Capability) -> Iterator[str]:
+    yield from _field("  execution", f"{found.execution}, tensors on torch device {found.torch_device}")
+    yield from _field("  formats", ", ".join(f.format for f in found.formats if not f.reasons) or "none of the sample")
+    for answer in found.formats:
+        if answer.reasons:
+            yield from _field("  refuses", f"{answer.format}: {'; '.join(answer.reasons)}")
+    supported = [f for f in found.formats if not f.reasons]
+    features = sorted({feature for answer in supported for feature in answer.features})
+    everywhere = [feature for feature in features if all(feature in answer.features for answer in supported)]
+    yield from _field("  features", ", ".join(f if f in everywhere else f"{f} (some formats)" for f in features))
+    if history := [answer.format for answer in supported if answer.workspace == "history"]:
+        yield from _field("  memory", f"attend grows with the history for {', '.join(history)}")
+    for kind in ("native", "inherited"):
+        names = [name for name, how in found.operations.items() if how == kind]
+        yield from _field(f"  {kind}", ", ".join(names) or "none")
+
+
+def _field(label: str, text: str) -> list[str]:
+    """``label`` and ``text`` in two columns, wrapped; line breaks in the text are kept."""
+    lines = [piece for line in text.splitlines() for piece in textwrap.wrap(line, 98, subsequent_indent="  ") or [""]]
+    first, *rest = lines or [""]
+    return [f"  {label:<16}{first}", *(f"  {'':<16}{line}" for line in rest)]
