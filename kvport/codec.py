@@ -11,13 +11,16 @@ encoded for a row depends on that row alone.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvport.errors import ScaleError
 from kvport.formats import TensorFormat
-from kvport.scales import SideScales
+
+if TYPE_CHECKING:
+    from kvport.scales import SideScales  # scales casts its zeros with floor_cast
 
 #: Finite inputs are clamped to this magnitude, so that a range (max - min) cannot overflow float32.
 INPUT_LIMIT = 2.0**125

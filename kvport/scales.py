@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvport.codec import floor_cast
 from kvport.errors import ScaleError
 from kvport.formats import TensorFormat
 from kvport.layout import CacheLayout, Group
@@ -101,7 +102,13 @@ def _resolve_side(where: str, fmt: TensorFormat, heads: int, dim: int, given: Si
     if given is None:
         raise ScaleError(f"{where}: format {fmt} needs static scales and none were given; calibrate or pass scales=")
     shape = {"tensor": (), "head": (heads,), "channel": (heads, dim)}[fmt.granularity]
-    scale = _cast(where, "scale", given.scale, shape, fmt)
+    given_scale = _read(where, "scale", given.scale, shape, fmt)
+    scale = given_scale.to(fmt.scale_torch_dtype)
+    smallest = torch.finfo(fmt.scale_torch_dtype).smallest_normal
+    if bool((under := (given_scale > 0) & (scale < smallest)).any()):
+        raise ScaleError(
+            f"{where}: {_first(under, given_scale, 'scale')} is below the smallest normal {fmt.scale_dtype}"
+        )
     if bool((bad := ~(torch.isfinite(scale) & (scale > 0))).any()):
         raise ScaleError(
             f"{where}: {_first(bad, scale, 'scale')}; scales must be positive and finite in {fmt.scale_dtype}"
@@ -112,13 +119,14 @@ def _resolve_side(where: str, fmt: TensorFormat, heads: int, dim: int, given: Si
         return SideScales(scale)
     if given.zero is None:
         raise ScaleError(f"{where}: format {fmt} is asymmetric and needs zeros beside its scales")
-    zero = _cast(where, "zero", given.zero, shape, fmt) + 0.0  # never -0
-    if bool((bad := ~torch.isfinite(zero)).any()):
+    zero = _read(where, "zero", given.zero, shape, fmt)
+    if bool((bad := ~(zero.abs() <= torch.finfo(fmt.scale_torch_dtype).max)).any()):
         raise ScaleError(f"{where}: {_first(bad, zero, 'zero')}; zeros must be finite in {fmt.scale_dtype}")
-    return SideScales(scale, zero)
+    # Toward minus infinity, as the codec casts the zeros it computes itself: the minimum keeps code 0.
+    return SideScales(scale, floor_cast(zero, fmt.scale_torch_dtype))
 
 
-def _cast(where: str, part: str, given: object, shape: tuple[int, ...], fmt: TensorFormat) -> Tensor:
+def _read(where: str, part: str, given: object, shape: tuple[int, ...], fmt: TensorFormat) -> Tensor:
     try:
         tensor = torch.as_tensor(given).detach().to("cpu", torch.float32)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -129,11 +137,7 @@ def _cast(where: str, part: str, given: object, shape: tuple[int, ...], fmt: Ten
         raise ScaleError(
             f"{where}: {part} has shape {tuple(tensor.shape)}, granularity {fmt.granularity!r} needs {shape}"
         )
-    cast = tensor.to(fmt.scale_torch_dtype)
-    smallest = torch.finfo(fmt.scale_torch_dtype).smallest_normal
-    if part == "scale" and bool((under := (tensor > 0) & (cast < smallest)).any()):
-        raise ScaleError(f"{where}: {_first(under, tensor, part)} is below the smallest normal {fmt.scale_dtype}")
-    return cast
+    return tensor
 
 
 def _first(bad: Tensor, values: Tensor, part: str) -> str:
