@@ -11,6 +11,7 @@ import json
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import asdict, dataclass
+from functools import partial
 from types import TracebackType
 from typing import Literal
 
@@ -26,7 +27,8 @@ from kvport.pages import SPARE, PagePool
 from kvport.prefix import PrefixIndex, PrefixStats
 from kvport.scales import LayerScales, resolve_scales, scales_digest
 from kvport.sequences import Sequence
-from kvport.step import Step
+from kvport.step import Step, read_ids
+from kvport.tiers import Lane, canonical_bytes, make_lanes
 
 FINGERPRINT_VERSION = 1
 
@@ -47,8 +49,9 @@ class CacheInfo:
 
 @dataclass(frozen=True)
 class PoolStats:
-    """Pages of one group: ``free`` + ``evictable`` (only the prefix index holds them) + ``held`` = ``total``."""
+    """One pool of pages: ``free`` + ``evictable`` (only the prefix index holds them) + ``held`` = ``total``."""
 
+    format: str
     total: int
     free: int
     evictable: int
@@ -62,16 +65,16 @@ class PoolStats:
 
 @dataclass(frozen=True)
 class CacheStats:
-    """Pages by group, live sequences, and the prefix index's counters."""
+    """Pools (one per group of layers, then one per near tier), live sequences, and the prefix index's counters."""
 
-    groups: tuple[PoolStats, ...]
+    pools: tuple[PoolStats, ...]
     sequences: int
     prefix_entries: int
     prefix: PrefixStats
 
     @property
     def allocated_bytes(self) -> int:
-        return sum(group.allocated_bytes for group in self.groups)
+        return sum(pool.allocated_bytes for pool in self.pools)
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,16 @@ class Poisoned:
     sequence: Sequence
     layer: int
     position: int
+
+
+@dataclass(frozen=True)
+class Span:
+    """What a gather reads of one sequence: positions start .. length-1, of which head .. sealed-1 are far."""
+
+    start: int
+    head: int
+    sealed: int
+    length: int
 
 
 class PagedCache:
@@ -96,22 +109,29 @@ class PagedCache:
         identity: Mapping[str, str] | None = None,
         share_prefixes: bool = True,
     ) -> None:
-        """``pages`` has one page count per layout group, spare included; ``identity`` names model, adapter and RoPE."""
+        """``pages`` has one count per lane, spare included (:func:`kvport.tiers.make_lanes`: one per group of layers,
+        then one per near tier); ``identity`` names model, adapter and RoPE."""
         self.backend = backend
         self.layout = layout
         self.share_prefixes = share_prefixes
         resolved = resolve_scales(layout, scales)
-        self._supports = [_supported(backend, layout, group) for group in range(len(layout.groups))]
+        self._lanes, self._tiers = make_lanes(layout)
+        self._supports = [_supported(backend, layout, lane) for lane in self._lanes]
         self.fingerprint = _fingerprint(layout, scales_digest(resolved), identity or {})
+        if len(pages) != len(self._lanes):
+            raise InvalidArgument(f"pages has {len(pages)} counts, the cache has {len(self._lanes)} pools of pages")
         self._pools = [PagePool(count) for count in pages]
         self._stores = [
-            backend.allocate(group.layout, count, scales=scale if group.layout.format.static else None)
-            for group, count, scale in zip(layout.groups, pages, resolved, strict=True)
+            backend.allocate(lane.layout, count, scales=resolved[lane.group] if lane.layout.format.static else None)
+            for lane, count in zip(self._lanes, pages, strict=True)
         ]
-        self._page_bytes = [backend.page_bytes(group.layout) for group in layout.groups]
-        self.prefix = PrefixIndex(
-            self.fingerprint, layout.page_size, self._pools, [group.layout.window for group in layout.groups]
-        )
+        self._page_bytes = [backend.page_bytes(lane.layout) for lane in self._lanes]
+        self.prefix = PrefixIndex(self.fingerprint, layout.page_size, self._pools, self._lanes)
+        # By group: near page -> the far page it was sealed into, while other sequences still hold the near one.
+        self._sealed_as: list[dict[int, int]] = [{} for _ in layout.groups]
+        for group, tiers in enumerate(self._tiers):
+            if tiers.tiered:
+                self._pools[tiers.near].on_free = partial(self._forget_seal, group)
         self._where = [layout.locate(layer) for layer in range(len(layout.layers))]
         self._stored_layers = [layer for group in layout.groups for layer in group.layers]
         self._sequences: dict[int, Sequence] = {}
@@ -127,22 +147,29 @@ class PagedCache:
         self._outside_step("make a sequence")
         return self._new_sequence()
 
-    def match(self, ids: SequenceOf[int]) -> Sequence:
+    def match(self, ids: SequenceOf[int], *, pin: int = 0) -> Sequence:
         """A new sequence that begins with the longest stored prefix of these token ids, in whole pages.
 
         ``length`` of the result says how many tokens were found (0 where none). To have at least one token left to
-        compute, pass all but the last id.
+        compute, pass all but the last id. With a recent window the match ends before it, so that the last tokens are
+        computed in full precision. ``pin`` is the pinned length to look under, see :meth:`Sequence.pin`.
         """
         self._open("match a prefix in")
         self._outside_step("match a prefix")
         sequence = self._new_sequence()
+        if pin:
+            sequence.pin(pin)
         if self.share_prefixes:
-            chain, pages, passed = self.prefix.match(list(ids))
-            for pool, held in zip(self._pools, pages, strict=True):
+            known = read_ids(ids)
+            recent = max(tiers.recent for tiers in self._tiers)
+            found = self.prefix.match(known, max(0, len(known) - recent), pin)
+            for pool, held in zip(self._pools, found.pages, strict=True):
                 pool.retain(held)
-            sequence._chain, sequence._pages, sequence._passed = chain, pages, passed
-            sequence._length = len(chain) * self.layout.page_size
-            sequence._ids = [int(i) for i in ids[: sequence._length]]
+            sequence._chain, sequence._pages, sequence._passed = found.chain, found.pages, found.passed
+            sequence._length = len(found.chain) * self.layout.page_size
+            sequence._sealed = [sequence._length if tiers.tiered else 0 for tiers in self._tiers]
+            sequence._indexed = len(found.chain)
+            sequence._ids = known[: sequence._length]
         return sequence
 
     def step(self, tokens: Mapping[Sequence, int | SequenceOf[int]]) -> Step:
@@ -165,9 +192,12 @@ class PagedCache:
         sequence._usable("gather")
         self._own(sequence)
         group, local = self._locate(layer)
-        table = torch.tensor([sequence._pages[group]], dtype=torch.int32, device=self.backend.torch_device)
-        start = sequence._passed[group] * self.layout.page_size
-        key, value = self._gather(group, local, table, [start], [sequence.length], dtype)
+        tables = {
+            lane: torch.tensor([sequence._pages[lane]], dtype=torch.int32, device=self.backend.torch_device)
+            for lane in (self._tiers[group].far, self._tiers[group].near)
+        }
+        span = self._span(sequence, group, sequence._sealed[group], sequence.length)
+        key, value = self._gather(group, local, tables, [span], dtype)
         return key[0], value[0]
 
     def export(self, sequence: Sequence) -> PageImage:
@@ -206,15 +236,15 @@ class PagedCache:
     def stats(self) -> CacheStats:
         """Pages, bytes and prefix counters right now."""
         self._open("read the statistics of")
-        groups = tuple(
-            PoolStats(pool.total, pool.free, self.prefix.evictable(group), size, size * pool.pages)
-            for group, (pool, size) in enumerate(zip(self._pools, self._page_bytes, strict=True))
+        pools = tuple(
+            PoolStats(str(lane.layout.format), pool.total, pool.free, self.prefix.evictable(n), size, size * pool.pages)
+            for n, (lane, pool, size) in enumerate(zip(self._lanes, self._pools, self._page_bytes, strict=True))
         )
-        return CacheStats(groups, len(self._sequences), len(self.prefix), self.prefix.stats)
+        return CacheStats(pools, len(self._sequences), len(self.prefix), self.prefix.stats)
 
     def canonical_bytes(self) -> int:
         """Bytes of the canonical page images of all live sequences (a shared page counts once per sequence)."""
-        return self.layout.canonical_bytes([s.length for s in self._sequences.values()])
+        return sum(canonical_bytes(self.layout, s.length, s._pin) for s in self._sequences.values())
 
     def check(self) -> tuple[Poisoned, ...]:
         """Recount every page reference, and report NaNs that a static integer format had to store as code 0.
@@ -223,25 +253,32 @@ class PagedCache:
         """
         self._open("check")
         self._outside_step("check the cache")
-        for group, pool in enumerate(self._pools):
+        for lane, pool in enumerate(self._pools):
             counted = [0] * pool.pages
             counted[SPARE] = 1
-            for held in (*(s._pages[group] for s in self._sequences.values()), self.prefix.pages(group)):
+            sealed = [
+                far
+                for tiers, pairs in zip(self._tiers, self._sealed_as, strict=True)
+                if tiers.far == lane
+                for far in pairs.values()
+            ]
+            for held in (*(s._pages[lane] for s in self._sequences.values()), self.prefix.pages(lane), sealed):
                 for page in held:
                     counted[page] += page != SPARE
             wrong = [p for p in range(pool.pages) if counted[p] != pool.references(p)]
             if wrong or pool.free != sum(1 for c in counted if c == 0):
-                raise KVPortError(f"page counts of group {group} are wrong for pages {wrong}: a fault of kvport")
+                raise KVPortError(f"page counts of pool {lane} are wrong for pages {wrong}: a fault of kvport")
         found = []
-        for number, (members, store) in enumerate(zip(self.layout.groups, self._stores, strict=True)):
-            if not members.layout.format.static:
+        for number, (members, store) in enumerate(zip(self._lanes, self._stores, strict=True)):
+            if not (members.layout.format.key.hides_nan or members.layout.format.value.hides_nan):
                 continue
             flags = self.backend.poisoned(store)
+            layers = self.layout.groups[members.group].layers
             for sequence in self._sequences.values():
                 for index, page in enumerate(sequence._pages[number]):
                     found += [
                         Poisoned(sequence, layer, index * self.layout.page_size)
-                        for local, layer in enumerate(members.layers)
+                        for local, layer in enumerate(layers)
                         if page and bool(flags[local, page])
                     ]
         return tuple(found)
@@ -281,31 +318,48 @@ class PagedCache:
         del self._sequences[sequence.number]
 
     def _take_pages(self, needs: SequenceOf[int], who: str) -> list[list[int]]:
-        """Take pages in every group, all or nothing, evicting unreferenced prefix pages only if that suffices."""
-        for group, (pool, need) in enumerate(zip(self._pools, needs, strict=True)):
+        """Take pages in every lane, all or nothing, evicting unreferenced prefix pages only if that suffices."""
+        for number, (lane, pool, need) in enumerate(zip(self._lanes, self._pools, needs, strict=True)):
             free = pool.free
-            if need > free and need > (free := free + self.prefix.evictable(group)):
+            if need > free and need > (free := free + self.prefix.evictable(number)):
                 raise OutOfPages(
-                    f"{who} needs {need} pages in group {group} (layers {list(self.layout.groups[group].layers)}), "
-                    f"{free} of {pool.total} are free; free or truncate sequences, make the step smaller, or open the "
-                    "cache with more pages",
+                    f"{who} needs {need} {lane.layout.format} pages for layers "
+                    f"{list(self.layout.groups[lane.group].layers)}, {free} of {pool.total} are free; free or truncate "
+                    "sequences, make the step smaller, or open the cache with more pages",
                     needed=need,
                     free=free,
                     total=pool.total,
                 )
-        for group, (pool, need) in enumerate(zip(self._pools, needs, strict=True)):
+        for number, (pool, need) in enumerate(zip(self._pools, needs, strict=True)):
             if need > pool.free:
-                self.prefix.evict(group, need - pool.free)
+                self.prefix.evict(number, need - pool.free)
         return [pool.take(need) for pool, need in zip(self._pools, needs, strict=True)]
 
     def _index(self, sequence: Sequence) -> None:
-        """Make the full pages of a sequence whose token ids are known findable."""
-        if sequence._ids is None or not self.share_prefixes:
+        """Make the pages at rest of a sequence whose token ids are known findable."""
+        if not self.share_prefixes:
             return
-        known = len(sequence._chain)
-        self.prefix.extend(sequence._chain, sequence._ids)
-        if len(sequence._chain) > known:
-            self.prefix.insert(sequence._chain, sequence._pages, known)
+        if sequence._ids is not None:
+            self.prefix.extend(sequence._chain, sequence._ids, sequence._pin)
+        size = self.layout.page_size
+        at_rest = len(sequence._chain)
+        for tiers, sealed in zip(self._tiers, sequence._sealed, strict=True):
+            if tiers.tiered:
+                at_rest = min(at_rest, max(sealed // size, tiers.head_pages(sequence._pin, size)))
+        if at_rest > sequence._indexed:
+            self.prefix.insert(sequence._chain, sequence._pages, sequence._indexed, at_rest)
+            sequence._indexed = at_rest
+
+    def _remember_seal(self, group: int, near: int, far: int) -> None:
+        """Sequences that still hold the near page will seal into the same far page."""
+        tiers = self._tiers[group]
+        if self._pools[tiers.near].references(near):
+            self._pools[tiers.far].retain([far])
+            self._sealed_as[group][near] = far
+
+    def _forget_seal(self, group: int, near: int) -> None:
+        if (far := self._sealed_as[group].pop(near, None)) is not None:
+            self._pools[self._tiers[group].far].release([far])
 
     def _own(self, sequence: Sequence) -> None:
         if sequence._cache is not self:
@@ -316,20 +370,38 @@ class PagedCache:
             self.layout.locate(layer)  # raises with the allowed range
         return self._where[layer]
 
+    def _has_feature(self, group: int, name: str) -> bool:
+        tiers = self._tiers[group]
+        return all(name in self._supports[lane].features for lane in (tiers.far, tiers.near))
+
+    def _span(self, sequence: Sequence, group: int, sealed: int, length: int) -> Span:
+        size = self.layout.page_size
+        start = sequence._passed[group] * size
+        head = self._tiers[group].head_pages(sequence._pin, size) * size
+        return Span(start, min(max(start, head), length), sealed, length)
+
     def _gather(
         self,
         group: int,
         local: int,
-        table: Tensor,
-        starts: SequenceOf[int],
-        lengths: SequenceOf[int],
+        tables: Mapping[int, Tensor],
+        spans: SequenceOf[Span],
         dtype: torch.dtype | None,
     ) -> tuple[Tensor, Tensor]:
-        key, value = self.backend.gather(self._stores[group], local, table, lengths, dtype or self.layout.dtype)
-        for s, start in enumerate(starts):
-            if start:  # these columns point at the spare page, whose bytes mean nothing
-                key[s, :start] = 0
-                value[s, :start] = 0
+        tiers, lengths = self._tiers[group], [span.length for span in spans]
+
+        def gather(lane: int) -> tuple[Tensor, Tensor]:
+            return self.backend.gather(self._stores[lane], local, tables[lane], lengths, dtype or self.layout.dtype)
+
+        key, value = gather(tiers.near)
+        if tiers.tiered and any(span.sealed > span.head for span in spans):
+            for dense, far in zip((key, value), gather(tiers.far), strict=True):
+                for s, span in enumerate(spans):
+                    dense[s, span.head : span.sealed] = far[s, span.head : span.sealed]
+        for s, span in enumerate(spans):
+            if span.start:  # these columns point at the spare page, whose bytes mean nothing
+                key[s, : span.start] = 0
+                value[s, : span.start] = 0
         return key, value
 
     def _open(self, action: str) -> None:
@@ -341,17 +413,16 @@ class PagedCache:
             raise StepError(f"cannot {action} while a step is open; leave its with block (or commit it) first")
 
 
-def _supported(backend: Backend, layout: CacheLayout, group: int) -> Support:
-    wanted = layout.groups[group]
-    support = backend.support(wanted.layout)
+def _supported(backend: Backend, layout: CacheLayout, lane: Lane) -> Support:
+    support = backend.support(lane.layout)
     if not support.ok:
         raise Unsupported(
-            f"backend {backend.name} on {backend.device} cannot hold layers {list(wanted.layers)} as "
-            f"{wanted.layout.format}",
+            f"backend {backend.name} on {backend.device} cannot hold layers {list(layout.groups[lane.group].layers)} "
+            f"as {lane.layout.format}",
             support.reasons,
         )
-    if wanted.layout.window is not None and "window" not in support.features:
-        raise Unsupported(f"backend {backend.name} does not honour a sliding window ({wanted.layout.window} tokens)")
+    if lane.layout.window is not None and "window" not in support.features:
+        raise Unsupported(f"backend {backend.name} does not honour a sliding window ({lane.layout.window} tokens)")
     return support
 
 

@@ -6,15 +6,21 @@ format print alike (``int8`` and ``int8:token``).
 
 Grammar::
 
-    format  = tensor                      the same for K and V
+    format  = sides {"," tier}  |  preset
+    sides   = tensor                      the same for K and V
             | "k=" tensor ",v=" tensor
     tensor  = code [":" granularity] [":asym"] [":static"] [":scale=" dtype]
-    code    = fp32 | fp16 | bf16 | int8 | int4 | int2
-    granularity = token | gN | head | tensor | channel      (default token)
+    code    = fp32 | fp16 | bf16 | int8 | int4 | int2 | fp8_e4m3 | fp8_e5m2 | mxfp4 | nvfp4
+    granularity = token | gN | cN | head | tensor | channel (default token)
     dtype   = fp32 | bf16 | fp16                            (default fp32)
+    tier    = "sink=" N | "recent=" N [":" code]
+    preset  = kivi2
 
-``token`` is one scale per token and KV head; ``gN`` one per token, KV head and group of N channels; ``tensor``,
-``head`` and ``channel`` (one per KV head and channel) are static: their scales are given or calibrated beforehand.
+``token`` is one scale per token and KV head; ``gN`` one per token, KV head and group of N channels; ``cN`` one per KV
+head and channel over N tokens, encoded when a whole page seals; ``tensor``, ``head`` and ``channel`` (one per KV head
+and channel) are static: their scales are given or calibrated beforehand. ``mxfp4`` and ``nvfp4`` bring their own
+block scales. ``sink`` first and ``recent`` last tokens stay in the model's dtype, or in the one named
+(:mod:`kvport.tiers` has the exact rule).
 """
 
 from __future__ import annotations
@@ -35,7 +41,7 @@ IDENTITY_VERSION: Final = 1
 DTYPES: Final[dict[str, torch.dtype]] = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _DTYPE_ALIASES: Final = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
 
-Granularity = Literal["token", "group", "head", "tensor", "channel"]
+Granularity = Literal["token", "group", "channel_group", "block", "head", "tensor", "channel"]
 STATIC_ONLY: Final = ("tensor", "head", "channel")
 
 
@@ -43,12 +49,15 @@ STATIC_ONLY: Final = ("tensor", "head", "channel")
 class Code:
     """One stored number type.
 
-    ``bits`` per number; ``quantized`` is False for float pages, which have no scale.
+    ``bits`` per number. ``kind``: float pages (no scale), integers, scaled 8-bit floats, or 4-bit float blocks of
+    ``block`` channels with an E8M0 (mx) or E4M3 (nv) scale each. ``largest`` is the largest finite code of a float.
     """
 
     name: str
     bits: int
-    quantized: bool
+    kind: Literal["float", "int", "fp8", "mx", "nv"]
+    block: int = 0
+    largest: float = 0.0
 
     @property
     def per_byte(self) -> int:
@@ -59,12 +68,19 @@ class Code:
 CODES: Final[dict[str, Code]] = {
     c.name: c
     for c in (
-        Code("fp32", 32, quantized=False),
-        Code("fp16", 16, quantized=False),
-        Code("bf16", 16, quantized=False),
-        Code("int8", 8, quantized=True),
-        Code("int4", 4, quantized=True),
-        Code("int2", 2, quantized=True),
+        Code("fp32", 32, "float"),
+        Code("fp16", 16, "float"),
+        Code("bf16", 16, "float"),
+        Code("int8", 8, "int"),
+        Code("int4", 4, "int"),
+        Code("int2", 2, "int"),
+        # E4M3 ("fn": no infinities) and E5M2: Micikevicius et al., "FP8 formats for deep learning", 2022.
+        Code("fp8_e4m3", 8, "fp8", largest=448.0),
+        Code("fp8_e5m2", 8, "fp8", largest=57344.0),
+        # E2M1 under one power of two per 32: OCP Microscaling Formats (MX) Specification v1.0.
+        Code("mxfp4", 4, "mx", block=32, largest=6.0),
+        # E2M1 under an E4M3 scale per 16 and a float32 scale: NVIDIA, "Introducing NVFP4", 2025.
+        Code("nvfp4", 4, "nv", block=16, largest=6.0),
     )
 }
 
@@ -81,8 +97,9 @@ def dtype_name(dtype: torch.dtype) -> str:
 class TensorFormat:
     """How one of K or V is stored.
 
-    ``group`` is the group size of granularity ``"group"`` (channels along head_dim) and 0 otherwise.
-    ``scale_dtype`` is a name of :data:`DTYPES`. Float codes take none of the options.
+    ``group`` is the group size of granularity ``"group"`` (channels along head_dim), ``"channel_group"`` (tokens) and
+    ``"block"`` (the fixed blocks of mxfp4 and nvfp4), and 0 otherwise. ``scale_dtype`` is a name of :data:`DTYPES`.
+    Float codes take none of the options.
     """
 
     code: str
@@ -104,10 +121,17 @@ class TensorFormat:
                     f"{self.code} pages are not quantized: they take no granularity, asym, static or scale option"
                 )
             return
-        if self.granularity not in ("token", "group", *STATIC_ONLY):
-            raise FormatError(f"unknown granularity {self.granularity!r}")
-        if (self.granularity == "group") != (self.group > 0):
-            raise FormatError(f"granularity {self.granularity!r} with group {self.group}: gN needs N >= 1, others none")
+        if self.kind in ("mx", "nv"):
+            self._settle_block()
+            return
+        if self.granularity not in ("token", "group", "channel_group", *STATIC_ONLY):
+            raise FormatError(f"unknown granularity {self.granularity!r} for {self.code}")
+        if (self.granularity in ("group", "channel_group")) != (self.group > 0):
+            raise FormatError(
+                f"granularity {self.granularity!r} with group {self.group}: gN and cN need N >= 1, others none"
+            )
+        if self.kind == "fp8" and not self.symmetric:
+            raise FormatError(f"{self.code} codes are floats and symmetric; asym is for integer codes")
         if self.granularity in STATIC_ONLY and not self.static:
             raise FormatError(
                 f"granularity {self.granularity!r} needs calibrated scales: write "
@@ -118,10 +142,36 @@ class TensorFormat:
                 f"static scales have granularity tensor, head or channel, not {self._granularity_text()!r}"
             )
 
+    def _settle_block(self) -> None:
+        """mxfp4 and nvfp4 have one granularity of their own; only nvfp4's tensor scale may be static."""
+        block = CODES[self.code].block
+        given = (self.granularity, self.group, self.symmetric, self.scale_dtype)
+        if given not in (("token", 0, True, "fp32"), ("block", block, True, "fp32")):
+            raise FormatError(f"{self.code} has its own block scales: it takes no granularity, asym or scale option")
+        if self.static and self.kind == "mx":
+            raise FormatError("mxfp4 scales come from each block; only nvfp4 has a static form")
+        object.__setattr__(self, "granularity", "block")
+        object.__setattr__(self, "group", block)
+
+    @property
+    def kind(self) -> Literal["float", "int", "fp8", "mx", "nv"]:
+        """What the codes are, see :class:`Code`."""
+        return CODES[self.code].kind
+
     @property
     def quantized(self) -> bool:
         """False for float pages."""
-        return CODES[self.code].quantized
+        return self.kind != "float"
+
+    @property
+    def sealed_only(self) -> bool:
+        """True where codes exist only for whole pages (cN): tokens are appended to a tier and sealed later."""
+        return self.granularity == "channel_group"
+
+    @property
+    def hides_nan(self) -> bool:
+        """True where a NaN can be kept visible in neither scale nor code (static integers): it needs a flag."""
+        return self.static and self.kind == "int"
 
     @property
     def bits(self) -> int:
@@ -134,27 +184,30 @@ class TensorFormat:
 
     @property
     def code_torch_dtype(self) -> torch.dtype:
-        """Element dtype of the codes plane: the float dtype, int8 for symmetric 8-bit codes, else uint8."""
+        """Element dtype of the codes plane: the float dtype, int8 for symmetric 8-bit integers, else raw bytes."""
         if not self.quantized:
             return DTYPES[self.code]
         return torch.int8 if self.code == "int8" and self.symmetric else torch.uint8
 
-    def misfits(self, dim: int) -> list[str]:
-        """Why rows of ``dim`` channels cannot be stored in this format (empty: they can)."""
+    def misfits(self, dim: int, page_size: int) -> list[str]:
+        """Why pages of ``page_size`` rows of ``dim`` channels cannot be stored in this format (empty: they can)."""
         per_byte = CODES[self.code].per_byte
         found = []
         if dim % per_byte:
             found.append(f"{self.code} packs {per_byte} codes a byte and dim {dim} is not divisible by {per_byte}")
-        if self.group and dim % self.group:
+        if self.granularity in ("group", "block") and dim % self.group:
             found.append(f"groups of {self.group} channels do not divide dim {dim}")
+        if self.granularity == "channel_group" and page_size % self.group:
+            found.append(f"groups of {self.group} tokens do not divide page size {page_size}")
         return found
 
     def _granularity_text(self) -> str:
-        return f"g{self.group}" if self.granularity == "group" else self.granularity
+        letter = {"group": "g", "channel_group": "c"}.get(self.granularity)
+        return f"{letter}{self.group}" if letter else self.granularity
 
     def __str__(self) -> str:
         parts = [self.code]
-        if self.granularity != "token":
+        if self.granularity not in ("token", "block"):
             parts.append(self._granularity_text())
         if not self.symmetric:
             parts.append("asym")
@@ -174,8 +227,8 @@ class TensorFormat:
         seen: set[str] = set()
         for option in options:
             kind = "granularity"
-            if re.fullmatch(r"g[1-9]\d*", option):
-                granularity, group = "group", int(option[1:])
+            if re.fullmatch(r"[gc][1-9]\d*", option):
+                granularity, group = "group" if option[0] == "g" else "channel_group", int(option[1:])
             elif option in ("token", "tensor", "head", "channel"):
                 granularity = option  # type: ignore[assignment]
             elif option in ("sym", "asym"):
@@ -187,8 +240,8 @@ class TensorFormat:
                 scale_dtype = _DTYPE_ALIASES.get(option[6:], option[6:])
             else:
                 raise FormatError(
-                    f"unknown option {option!r} in format {text!r}; allowed after the code: token, gN, tensor, head, "
-                    "channel, asym, static, scale=fp32|bf16|fp16"
+                    f"unknown option {option!r} in format {text!r}; allowed after the code: token, gN, cN, tensor, "
+                    "head, channel, asym, static, scale=fp32|bf16|fp16"
                 )
             if kind in seen:
                 raise FormatError(f"format {text!r} gives its {kind} twice")
@@ -196,12 +249,39 @@ class TensorFormat:
         return cls(code, granularity, group, symmetric, static, scale_dtype)
 
 
+#: Names for formats of the literature. KIVI: Liu et al., "KIVI: a tuning-free asymmetric 2bit quantization for KV
+#: cache", 2024: K per channel over 32 tokens, V per token in groups of 32, the last 128 tokens in full precision.
+PRESETS: Final = {"kivi2": "k=int2:c32:asym:scale=fp16,v=int2:g32:asym:scale=fp16,recent=128"}
+
+
 @dataclass(frozen=True)
 class CacheFormat:
-    """A whole cache format: K and V."""
+    """A whole cache format: K, V, and the tokens kept in higher precision.
+
+    ``sink`` first and ``recent`` last tokens are kept in ``near``, a float or per-token format; None stands for the
+    model's own dtype. A format whose K or V is sealed only (cN) has a near tier for the open page even without them.
+    """
 
     key: TensorFormat
     value: TensorFormat
+    sink: int = 0
+    recent: int = 0
+    near: TensorFormat | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("sink", "recent"):
+            count = getattr(self, name)
+            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+                raise FormatError(f"{name} must be a number of tokens >= 0, got {count!r}")
+        if self.near is not None:
+            if not self.tiered:
+                raise FormatError(f"a near format ({self.near}) needs sink= or recent= tokens to keep in it")
+            if self.near.static or self.near.sealed_only:
+                raise FormatError(
+                    f"recent tokens are kept in a float or a per-token format such as bf16 or fp8_e4m3, not {self.near}"
+                )
+        if self.tiered and not self.key.quantized and not self.value.quantized:
+            raise FormatError(f"{self.key} pages are full precision already: sink= and recent= have nothing to keep")
 
     @classmethod
     def parse(cls, text: str | CacheFormat) -> CacheFormat:
@@ -210,38 +290,80 @@ class CacheFormat:
             return text
         if not isinstance(text, str):
             raise FormatError(f"a format is a string such as 'int8' or a CacheFormat, not {type(text).__name__}")
-        parts = [part.strip() for part in text.split(",")]
-        if len(parts) == 1 and "=" not in parts[0].split(":")[0]:
-            both = TensorFormat.parse(parts[0])
-            return cls(both, both)
         sides: dict[str, TensorFormat] = {}
-        for part in parts:
-            name, equals, rest = part.partition("=")
-            if name not in ("k", "v") or not equals:
-                raise FormatError(f"cannot read {part!r} in format {text!r}; write 'CODE...' or 'k=CODE...,v=CODE...'")
-            if name in sides:
-                raise FormatError(f"format {text!r} gives {name}= twice")
-            sides[name] = TensorFormat.parse(rest)
-        if set(sides) != {"k", "v"}:
-            raise FormatError(f"format {text!r} gives only {'='.join(sides)}=; both k= and v= are needed")
-        return cls(sides["k"], sides["v"])
+        tiers: dict[str, int] = {}
+        near: TensorFormat | None = None
+        for part in PRESETS.get(text.strip(), text).split(","):
+            name, equals, rest = part.strip().partition("=")
+            if not equals or ":" in name:
+                name, rest = "", part
+            if name in sides or name in tiers:
+                raise FormatError(f"format {text!r} gives {name + '=' if name else 'its code'} twice")
+            if name in ("", "k", "v"):
+                sides[name] = TensorFormat.parse(rest)
+            elif name in ("sink", "recent"):
+                count, colon, code = rest.partition(":")
+                tiers[name] = _read_count(text, name, count)
+                if colon and name == "sink":
+                    raise FormatError(
+                        f"{part!r} in format {text!r}: the tier's own code is given once, as recent=N:CODE"
+                    )
+                near = TensorFormat.parse(code) if colon else near
+            else:
+                raise FormatError(
+                    f"cannot read {part!r} in format {text!r}; write 'CODE...' or 'k=CODE...,v=CODE...', then sink=N, "
+                    "recent=N"
+                )
+        if set(sides) not in ({""}, {"k", "v"}):
+            raise FormatError(f"format {text!r} needs either one code for K and V, or both k= and v=")
+        key, value = sides.get("k", sides.get("")), sides.get("v", sides.get(""))
+        assert key is not None
+        assert value is not None
+        return cls(key, value, tiers.get("sink", 0), tiers.get("recent", 0), near)
 
     def __str__(self) -> str:
-        return str(self.key) if self.key == self.value else f"k={self.key},v={self.value}"
+        parts = [str(self.key)] if self.key == self.value else [f"k={self.key}", f"v={self.value}"]
+        if self.sink:
+            parts.append(f"sink={self.sink}")
+        if self.recent or self.near is not None:
+            parts.append(f"recent={self.recent}" + ("" if self.near is None else f":{self.near}"))
+        return ",".join(parts)
 
     @property
     def static(self) -> bool:
         """True where K or V needs scales given at open."""
         return self.key.static or self.value.static
 
+    @property
+    def tiered(self) -> bool:
+        """True where some tokens are kept in a near tier: sink, recent, or the open page of a cN format."""
+        return bool(self.sink or self.recent or self.key.sealed_only or self.value.sealed_only)
+
+    def far(self) -> CacheFormat:
+        """The format of sealed pages alone, without tiers."""
+        return CacheFormat(self.key, self.value)
+
     def identity(self) -> str:
         """Versioned canonical JSON: equal for equal formats, whatever their spelling. Stored in page images."""
-        record = {"version": IDENTITY_VERSION, "key": _record(self.key), "value": _record(self.value)}
+        record = {
+            "version": IDENTITY_VERSION,
+            "key": _record(self.key),
+            "value": _record(self.value),
+            "sink": self.sink,
+            "recent": self.recent,
+            "near": None if self.near is None else _record(self.near),
+        }
         return json.dumps(record, sort_keys=True, separators=(",", ":"))
 
     def digest(self) -> str:
         """sha256 of :meth:`identity`, in hex."""
         return hashlib.sha256(self.identity().encode()).hexdigest()
+
+
+def _read_count(text: str, name: str, count: str) -> int:
+    if not re.fullmatch(r"\d+", count):
+        raise FormatError(f"{name}= in format {text!r} takes a number of tokens, got {count!r}")
+    return int(count)
 
 
 def _record(fmt: TensorFormat) -> dict[str, object]:

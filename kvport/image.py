@@ -27,7 +27,6 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvport.errors import ImageError
-from kvport.layout import CacheLayout, GroupLayout
 
 if TYPE_CHECKING:
     from kvport.cache import PagedCache
@@ -40,14 +39,17 @@ IMAGE_VERSION = 1
 class PageImage:
     """One sequence's pages.
 
-    ``layers``: model layer -> plane name -> tensor ``(pages, *shape)``. ``passed``: by layer group, leading pages
-    that a sliding window had freed and that are not in the image. ``ids`` are the token ids where known.
+    ``layers``: model layer -> plane name -> tensor ``(pages, *shape)``; planes of near pages (see
+    :mod:`kvport.tiers`) are prefixed ``near.``. ``passed``: by layer group, leading pages that a sliding window had
+    freed and that are not in the image; ``sealed``: positions at rest. ``ids`` are the token ids where known.
     """
 
     fingerprint: str
     format: str
     length: int
     passed: tuple[int, ...]
+    sealed: tuple[int, ...]
+    pin: int
     layers: Mapping[int, Mapping[str, Tensor]]
     ids: tuple[int, ...] | None = None
 
@@ -75,6 +77,8 @@ class PageImage:
             "format": self.format,
             "length": str(self.length),
             "passed": json.dumps(self.passed),
+            "sealed": json.dumps(self.sealed),
+            "pin": str(self.pin),
             "ids": json.dumps(self.ids),
             "digests": json.dumps({str(layer): digest for layer, digest in self.digests().items()}, sort_keys=True),
         }
@@ -114,6 +118,8 @@ class PageImage:
                 format=metadata["format"],
                 length=int(metadata["length"]),
                 passed=tuple(int(n) for n in json.loads(metadata["passed"])),
+                sealed=tuple(int(n) for n in json.loads(metadata["sealed"])),
+                pin=int(metadata["pin"]),
                 layers=dict(sorted(layers.items())),
                 ids=None if ids is None else tuple(int(i) for i in ids),
             )
@@ -132,17 +138,21 @@ def export_sequence(cache: PagedCache, sequence: Sequence) -> PageImage:
     cache._open("export from")
     sequence._usable("export")
     cache._own(sequence)
-    layers = {}
-    for group_index, group in enumerate(cache.layout.groups):
-        held = sequence._pages[group_index][sequence._passed[group_index] :]
-        for local, layer in enumerate(group.layers):
-            planes = cache.backend.export_pages(cache._stores[group_index], local, held)
-            layers[layer] = {name: _blank_tail(t, group.layout, sequence.length) for name, t in planes.items()}
+    layers: dict[int, dict[str, Tensor]] = {layer: {} for layer in cache._stored_layers}
+    for lane in _lanes(cache):
+        held = [page for page in sequence._pages[lane.number] if page]
+        for local, layer in enumerate(cache.layout.groups[lane.group].layers):
+            planes = cache.backend.export_pages(cache._stores[lane.number], local, held)
+            if lane.open_page:
+                planes = {name: _blank_tail(t, cache.layout.page_size, sequence.length) for name, t in planes.items()}
+            layers[layer].update({lane.prefix + name: t for name, t in planes.items()})
     return PageImage(
         fingerprint=cache.fingerprint,
         format=str(cache.layout.format),
         length=sequence.length,
         passed=tuple(sequence._passed),
+        sealed=tuple(sequence._sealed),
+        pin=sequence._pin,
         layers=dict(sorted(layers.items())),
         ids=None if sequence._ids is None else tuple(sequence._ids),
     )
@@ -162,53 +172,90 @@ def import_sequence(cache: PagedCache, image: PageImage) -> Sequence:
             f"cache than this one (format {cache.layout.format}, {cache.fingerprint[:12]}...): format, static scales, "
             "geometry, page size, dtype, model, adapter and RoPE must all agree"
         )
-    _check_image(cache.layout, image)
-    counts = [g.layout.pages_for(image.length) - p for g, p in zip(cache.layout.groups, image.passed, strict=True)]
-    taken = cache._take_pages(counts, "the image")
+    blocks = _check_image(cache, image)
+    taken = cache._take_pages([len(held) for held in blocks], "the image")
     try:
-        for group_index, group in enumerate(cache.layout.groups):
-            for local, layer in enumerate(group.layers):
-                cache.backend.import_pages(cache._stores[group_index], local, taken[group_index], image.layers[layer])
+        for lane in _lanes(cache):
+            for local, layer in enumerate(cache.layout.groups[lane.group].layers):
+                planes = {name: image.layers[layer][lane.prefix + name] for name in lane.planes}
+                cache.backend.import_pages(cache._stores[lane.number], local, taken[lane.number], planes)
     except BaseException:
         for pool, pages in zip(cache._pools, taken, strict=True):
             pool.release(pages)
         raise
     sequence = cache._new_sequence()
-    sequence._pages = [[0] * passed + pages for passed, pages in zip(image.passed, taken, strict=True)]
-    sequence._passed = list(image.passed)
+    for lane_pages, held, pages in zip(sequence._pages, blocks, taken, strict=True):
+        lane_pages += [0] * (-(-image.length // cache.layout.page_size))
+        for block, page in zip(held, pages, strict=True):
+            lane_pages[block] = page
+    sequence._passed, sequence._sealed, sequence._pin = list(image.passed), list(image.sealed), image.pin
     sequence._length = image.length
     sequence._ids = None if image.ids is None else list(image.ids)
     cache._index(sequence)
     return sequence
 
 
-def _check_image(layout: CacheLayout, image: PageImage) -> None:
-    """The fingerprint fixes format and geometry; this catches an image whose arrays do not keep to it."""
-    if image.length < 0 or len(image.passed) != len(layout.groups):
+@dataclass(frozen=True)
+class _ImageLane:
+    number: int
+    group: int
+    prefix: str  # of plane names in the image
+    open_page: bool  # whether a sequence's last, partly filled page is here
+    planes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def _lanes(cache: PagedCache) -> list[_ImageLane]:
+    found = []
+    for number, lane in enumerate(cache._lanes):
+        tiers = cache._tiers[lane.group]
+        planes = {plane.name: (plane.shape, plane.dtype) for plane in lane.layout.planes}
+        prefix = "" if number == tiers.far else "near."
+        found.append(_ImageLane(number, lane.group, prefix, number == tiers.near, planes))
+    return found
+
+
+def _check_image(cache: PagedCache, image: PageImage) -> list[list[int]]:
+    """The block numbers that the image holds, by lane.
+
+    The fingerprint fixes format and geometry; this catches an image whose arrays do not keep to it.
+    """
+    layout, size = cache.layout, cache.layout.page_size
+    if image.length < 0 or not len(image.passed) == len(image.sealed) == len(layout.groups):
         raise ImageError(f"image of length {image.length} with {len(image.passed)} groups, needs {len(layout.groups)}")
     if image.ids is not None and len(image.ids) != image.length:
         raise ImageError(f"image has {len(image.ids)} token ids for {image.length} tokens")
-    stored = {layer for group in layout.groups for layer in group.layers}
-    if set(image.layers) != stored:
-        raise ImageError(f"image holds layers {sorted(image.layers)}, the cache stores {sorted(stored)}")
-    for group, passed in zip(layout.groups, image.passed, strict=True):
-        window = group.layout.window
-        most = 0 if window is None else max(0, image.length - window + 1) // group.layout.page_size
+    if set(image.layers) != set(cache._stored_layers):
+        raise ImageError(f"image holds layers {sorted(image.layers)}, the cache stores {sorted(cache._stored_layers)}")
+    blocks: list[list[int]] = [[] for _ in cache._lanes]
+    wanted: dict[int, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {layer: {} for layer in image.layers}
+    for lane in _lanes(cache):
+        tiers, members = cache._tiers[lane.group], layout.groups[lane.group]
+        passed, sealed, window = image.passed[lane.group], image.sealed[lane.group], members.layout.window
+        most = 0 if window is None else max(0, image.length - window + 1) // size
         if not 0 <= passed <= most:
             raise ImageError(
-                f"image lacks {passed} leading pages of layers {list(group.layers)}; at most {most} may be"
+                f"image lacks {passed} leading pages of layers {list(members.layers)}; at most {most} may be"
             )
-        pages = group.layout.pages_for(image.length) - passed
-        wanted = {p.name: ((pages, *p.shape), p.dtype) for p in group.layout.planes}
-        for layer in group.layers:
-            got = {n: (tuple(t.shape), t.dtype) for n, t in image.layers[layer].items()}
-            if got != wanted:
-                raise ImageError(f"layer {layer} of the image has arrays {got}, needs {wanted}")
+        if sealed % size or not 0 <= sealed <= (image.length if tiers.tiered else 0) or image.pin < 0:
+            raise ImageError(f"image says sealed {sealed}, pin {image.pin} for {image.length} tokens, which cannot be")
+        head = tiers.head_pages(image.pin, size)
+        for block in range(passed, -(-image.length // size)):
+            far = head <= block < sealed // size if tiers.tiered else True
+            if far == (lane.number == tiers.far):
+                blocks[lane.number].append(block)
+        for layer in members.layers:
+            for name, (shape, dtype) in lane.planes.items():
+                wanted[layer][lane.prefix + name] = ((len(blocks[lane.number]), *shape), dtype)
+    for layer, planes in image.layers.items():
+        got = {n: (tuple(t.shape), t.dtype) for n, t in planes.items()}
+        if got != wanted[layer]:
+            raise ImageError(f"layer {layer} of the image has arrays {got}, needs {wanted[layer]}")
+    return blocks
 
 
-def _blank_tail(planes: Tensor, layout: GroupLayout, length: int) -> Tensor:
+def _blank_tail(planes: Tensor, page_size: int, length: int) -> Tensor:
     """Zero what was never written in the last page."""
-    if used := length % layout.page_size:
+    if (used := length % page_size) and len(planes):
         planes[-1, used:] = 0
     return planes
 

@@ -10,7 +10,6 @@ and the reference store all follow from it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -45,13 +44,24 @@ class Plane:
 def planes(side: str, fmt: TensorFormat, heads: int, dim: int, page_size: int) -> tuple[Plane, ...]:
     """The arrays that hold one page of K (``side="key"``) or V (``side="value"``) of one layer.
 
-    Codes are ``(page_size, heads, packed_dim)``. Scales computed at append are ``(page_size, heads)`` per token or
-    ``(page_size, heads, groups)`` per group, zeros likewise; static scales belong to the layer, not to its pages.
+    Codes are ``(page_size, heads, packed_dim)``. Scales computed at append are ``(page_size, heads)`` per token,
+    ``(page_size, heads, groups)`` per group and ``(page_size / N, heads, dim)`` for cN, zeros likewise; static scales
+    belong to the layer, not to its pages. mxfp4 has E8M0 bytes per block; nvfp4 E4M3 bytes per block and a float32
+    tensor scale per token and head.
     """
     code = CODES[fmt.code]
     found = [Plane(f"{side}.codes", fmt.code_torch_dtype, (page_size, heads, dim // code.per_byte))]
-    if fmt.quantized and not fmt.static:
-        shape = (page_size, heads) if fmt.granularity == "token" else (page_size, heads, dim // fmt.group)
+    per_token = (page_size, heads)
+    if fmt.granularity == "block":
+        found.append(Plane(f"{side}.scale", torch.uint8, (*per_token, dim // fmt.group)))
+        if fmt.kind == "nv" and not fmt.static:
+            found.append(Plane(f"{side}.tensor_scale", torch.float32, per_token))
+    elif fmt.quantized and not fmt.static:
+        shape: tuple[int, ...] = per_token
+        if fmt.granularity == "group":
+            shape = (*per_token, dim // fmt.group)
+        elif fmt.granularity == "channel_group":
+            shape = (page_size // fmt.group, heads, dim)
         found.append(Plane(f"{side}.scale", fmt.scale_torch_dtype, shape))
         if not fmt.symmetric:
             found.append(Plane(f"{side}.zero", fmt.scale_torch_dtype, shape))
@@ -110,7 +120,7 @@ class GroupLayout:
         if self.dtype not in DTYPES.values():
             raise LayoutError(f"dtype must be torch.float32, bfloat16 or float16, got {self.dtype}")
         for side, fmt, dim in (("K", self.format.key, self.key_dim), ("V", self.format.value, self.value_dim)):
-            if misfits := fmt.misfits(dim):
+            if misfits := fmt.misfits(dim, self.page_size):
                 raise LayoutError(f"format {self.format} does not fit {side}: " + "; ".join(misfits))
 
     @property
@@ -215,18 +225,6 @@ class CacheLayout:
             if owner in group.layers:
                 return index, group.layers.index(owner)
         raise AssertionError(f"layer {owner} is in no group")  # pragma: no cover - _make_groups covers every owner
-
-    def canonical_bytes(self, lengths: Sequence[int]) -> int:
-        """Bytes of the canonical page images that sequences of these lengths occupy, page by page, all layers.
-
-        Pages shared between sequences are counted once per sequence: this is what the sequences hold, not what a
-        pool allocates.
-        """
-        return sum(
-            group.layout.pages_for(length) * group.layout.canonical_page_bytes
-            for group in self.groups
-            for length in lengths
-        )
 
 
 def _check_sharing(layers: tuple[LayerSpec, ...], index: int, spec: LayerSpec) -> None:

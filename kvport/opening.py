@@ -12,6 +12,7 @@ from kvport.errors import InvalidArgument
 from kvport.formats import CacheFormat
 from kvport.layout import DEFAULT_PAGE_SIZE, CacheLayout
 from kvport.scales import LayerScales
+from kvport.tiers import make_lanes
 
 
 def open(
@@ -42,9 +43,12 @@ def open(
             ``query_heads`` defaults to ``kv_heads``, ``value_dim`` to ``head_dim``, ``page_size`` to 128, ``dtype``
             (the model's own, in which K and V arrive) to torch.float32.
         layout: instead of those, a :class:`CacheLayout` for hybrid, windowed or per-layer geometries.
-        tokens: capacity: every group of layers gets ceil(tokens / page_size) pages and the spare. A sequence occupies
-            whole pages, so N running sequences want up to N * (page_size - 1) tokens more.
-        pages: instead, the page count (spare included), one for all groups or one per group.
+        tokens: capacity: every pool (one per group of layers, one more per near tier) gets ceil(tokens / page_size)
+            pages and the spare. A sequence occupies whole pages, so N running sequences want up to
+            N * (page_size - 1) tokens more.
+        pages: instead, the page count (spare included), one for all pools or one per pool in the order of
+            ``cache.stats().pools``. A near pool needs the step's tokens + recent + page_size per running sequence,
+            and what is kept of sinks and pins.
         scales: static scales by layer, for formats that say ``static``.
         identity: ``{"model": ..., "adapter": ..., "rope": ...}``: part of the fingerprint that pages are shared under.
         share_prefixes: whether full pages of known token ids are kept findable for :meth:`PagedCache.match`.
@@ -97,14 +101,14 @@ def open(
 def _page_counts(layout: CacheLayout, tokens: int | None, pages: int | SequenceOf[int] | None) -> list[int]:
     if (tokens is None) == (pages is None):
         raise InvalidArgument("open needs exactly one of tokens= (capacity in tokens) and pages= (page count)")
-    groups = len(layout.groups)
+    lanes, _ = make_lanes(layout)
     if tokens is not None:
         if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
             raise InvalidArgument(f"tokens must be a positive integer, got {tokens!r}")
-        return [group.layout.pages_for(tokens) + 1 for group in layout.groups]
-    counts = [pages] * groups if isinstance(pages, int) else list(pages or ())
-    if len(counts) != groups:
-        raise InvalidArgument(f"pages gives {len(counts)} counts, the layout has {groups} groups of equal layers")
+        return [lane.layout.pages_for(tokens) + 1 for lane in lanes]
+    counts = [pages] * len(lanes) if isinstance(pages, int) else list(pages or ())
+    if len(counts) != len(lanes):
+        raise InvalidArgument(f"pages gives {len(counts)} counts, the layout has {len(lanes)} pools of pages")
     for count in counts:
         if not isinstance(count, int) or isinstance(count, bool) or count < 2:
             raise InvalidArgument(f"pages must be integers >= 2 (one is the spare), got {count!r}")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from kvport.errors import InvalidArgument
 
@@ -20,6 +20,8 @@ class PagePool:
         self._references = [0] * pages
         self._references[SPARE] = 1
         self._free = list(range(pages - 1, 0, -1))  # popped from the end: low ids first
+        self.on_free: Callable[[int], None] | None = None
+        """Called with a page that nobody refers to any more."""
 
     @property
     def free(self) -> int:
@@ -62,3 +64,5 @@ class PagePool:
             self._references[page] -= 1
             if self._references[page] == 0:
                 self._free.append(page)
+                if self.on_free is not None:
+                    self.on_free(page)

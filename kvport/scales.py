@@ -101,7 +101,7 @@ def _resolve_side(where: str, fmt: TensorFormat, heads: int, dim: int, given: Si
         return None
     if given is None:
         raise ScaleError(f"{where}: format {fmt} needs static scales and none were given; calibrate or pass scales=")
-    shape = {"tensor": (), "head": (heads,), "channel": (heads, dim)}[fmt.granularity]
+    shape = {"tensor": (), "block": (), "head": (heads,), "channel": (heads, dim)}[fmt.granularity]
     given_scale = _read(where, "scale", given.scale, shape, fmt)
     scale = given_scale.to(fmt.scale_torch_dtype)
     smallest = torch.finfo(fmt.scale_torch_dtype).smallest_normal

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
-from kvport.errors import SequenceError, StepError
+from kvport.errors import SequenceError, StepError, Unsupported
 
 if TYPE_CHECKING:
     from kvport.cache import PagedCache
@@ -19,16 +19,20 @@ class Sequence:
     """
 
     def __init__(self, cache: PagedCache, number: int) -> None:
-        groups = len(cache.layout.groups)
+        groups, lanes = len(cache.layout.groups), len(cache._lanes)
         self.number = number
         self._cache = cache
         self._length = 0
         self._alive = True
-        # pages[group][i] is the page of positions i*P ..; 0 for the `passed[group]` leading pages a window freed.
-        self._pages: list[list[int]] = [[] for _ in range(groups)]
+        # pages[lane][i] is the page of positions i*P ..; 0 where those positions are in the group's other lane, and
+        # for the passed[group] leading pages that a window freed. All lanes' lists are equally long.
+        self._pages: list[list[int]] = [[] for _ in range(lanes)]
         self._passed = [0] * groups
+        self._sealed = [0] * groups  # positions before it are at rest; see kvport.tiers
+        self._pin = 0
         self._ids: list[int] | None = []  # None once tokens were appended without ids
         self._chain: list[bytes] = []  # digests of the full blocks of _ids
+        self._indexed = 0  # blocks of _chain that were offered to the prefix index
 
     @property
     def length(self) -> int:
@@ -40,28 +44,61 @@ class Sequence:
         """False after :meth:`free` or after the cache closed."""
         return self._alive
 
-    def pages(self, group: int = 0) -> tuple[int, ...]:
-        """Page ids in this group, in order; 0 stands for a page that the window has passed."""
-        return tuple(self._pages[group])
+    def pages(self, group: int = 0, tier: Literal["far", "near"] = "far") -> tuple[int, ...]:
+        """Page ids of a group's tier, in order; 0 stands for a page in the other tier, or passed by the window.
+
+        A format without tiers has all its pages in ``far``, which is then ``near`` too.
+        """
+        tiers = self._cache._tiers[group]
+        return tuple(self._pages[tiers.far if tier == "far" else tiers.near])
+
+    def sealed_length(self, group: int = 0) -> int:
+        """Positions of a group that are at rest in the format's own codes (0 without tiers, see kvport.tiers)."""
+        return self._sealed[group]
+
+    def pin(self, length: int) -> None:
+        """Keep the first ``length`` tokens (a system prompt) in higher precision, in whole pages, for good.
+
+        May be called before they are appended. Refused once any of them has been sealed, and for formats without
+        tiers.
+        """
+        self._usable("pin")
+        if not isinstance(length, int) or isinstance(length, bool) or length < self._pin:
+            raise SequenceError(f"pin({length!r}): give a number of tokens >= {self._pin}, what is pinned already")
+        if not any(tiers.tiered for tiers in self._cache._tiers):
+            raise Unsupported(
+                f"format {self._cache.layout.format} has no higher precision to pin tokens in; add recent=N or sink=N"
+            )
+        size = self._cache.layout.page_size
+        for tiers, sealed in zip(self._cache._tiers, self._sealed, strict=True):
+            head, wanted = tiers.head_pages(self._pin, size), tiers.head_pages(length, size)
+            if wanted > head and sealed > head * size:
+                raise SequenceError(
+                    f"pin({length}): positions {head * size} .. {sealed - 1} were already sealed in low-bit codes; "
+                    "pin before appending"
+                )
+        self._pin = length
+        self._chain, self._indexed = [], 0  # the pin is part of the prefix namespace
 
     def fork(self) -> Sequence:
         """A second sequence with the same tokens. Pages are shared; the open page is copied on first write."""
         self._usable("fork")
         child = self._cache._new_sequence()
-        for group, pool in enumerate(self._cache._pools):
-            pool.retain(self._pages[group])
+        for pool, pages in zip(self._cache._pools, self._pages, strict=True):
+            pool.retain(pages)
         child._pages = [list(pages) for pages in self._pages]
-        child._passed = list(self._passed)
+        child._passed, child._sealed, child._pin = list(self._passed), list(self._sealed), self._pin
         child._length = self._length
         child._ids = None if self._ids is None else list(self._ids)
-        child._chain = list(self._chain)
+        child._chain, child._indexed = list(self._chain), self._indexed
         return child
 
     def truncate(self, length: int) -> None:
         """Forget the tokens from position ``length`` on.
 
         Refused, before anything changes, when a window group no longer holds the tokens that position ``length``
-        would attend to. The last step can always be truncated.
+        would attend to, or when it would cut a sealed page (below the sealed length only whole pages can go). The
+        last step can always be truncated.
         """
         self._usable("truncate")
         if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= self._length:
@@ -75,15 +112,23 @@ class Sequence:
                     f"truncate({length}): layers {group.layers} with window {window} hold positions from "
                     f"{passed * size} on; the smallest length they can go back to is {passed * size + window - 1}"
                 )
-        for group_index, pool in enumerate(self._cache._pools):
-            keep = self._cache.layout.groups[group_index].layout.pages_for(length)
-            pool.release(self._pages[group_index][keep:])
-            del self._pages[group_index][keep:]
-            self._passed[group_index] = min(self._passed[group_index], keep)
+        size = self._cache.layout.page_size
+        for group, sealed in zip(self._cache.layout.groups, self._sealed, strict=True):
+            if length < sealed and length % size:
+                raise SequenceError(
+                    f"truncate({length}): layers {group.layers} are sealed up to position {sealed}; below it give a "
+                    f"multiple of the page size {size}"
+                )
+        keep = -(-length // size)
+        for pool, pages in zip(self._cache._pools, self._pages, strict=True):
+            pool.release(pages[keep:])
+            del pages[keep:]
+        self._sealed = [min(sealed, length) for sealed in self._sealed]
         self._length = length
+        del self._chain[length // size :]
+        self._indexed = min(self._indexed, len(self._chain))
         if self._ids is not None:
             del self._ids[length:]
-            del self._chain[length // self._cache.layout.page_size :]
 
     def free(self) -> None:
         """Give the pages back. Freeing twice is harmless."""

@@ -1,29 +1,33 @@
 """One step: a transaction that appends the same new tokens to every layer and attends over them.
 
-Begin reserves every page the step can need, all or nothing, and makes the copies that copy-on-write asks for. The
-body appends and attends, layer by layer. Commit takes the new pages and lengths into the sequences and drops what
-they replaced; rollback gives the new pages back. Sequences are not touched before commit, so leaving by an exception
-leaves every one of them, and every reference count, as before.
+Begin reserves every page the step can need, all or nothing, seals what has grown old, and makes the copies that
+copy-on-write asks for. The body appends and attends, layer by layer. Commit takes the new pages and lengths into the
+sequences and drops what they replaced; rollback gives the new pages back. Sequences are not touched before commit, so
+leaving by an exception leaves every one of them, and every reference count, as before.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 from types import TracebackType
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from kvport.backend import Plan, StepArrays
 from kvport.errors import IncompleteStep, InvalidArgument, SequenceError, StepError, Unsupported
 from kvport.formats import DTYPES
 from kvport.layout import GroupLayout, LayerSpec
+from kvport.merge import merge
 from kvport.sequences import Sequence
+from kvport.tiers import Tiers
 
 if TYPE_CHECKING:
     from kvport.cache import PagedCache
@@ -41,14 +45,11 @@ class Attention(NamedTuple):
 
 @dataclass
 class _GroupStep:
-    """What the step does in one group. ``pages[s]`` is sequence s's page list as it will be after commit."""
+    """What the step does in one group."""
 
-    pages: list[list[int]]
-    taken: list[int]
-    replaced: list[int]  # shared open pages that were copied; their references drop at commit
-    slots: Tensor
-    table: Tensor  # (sequences, max_pages) int32 on the host
-    plan: Plan
+    slots: Tensor  # of the new tokens, in the near lane
+    tables: dict[int, Tensor]  # by lane, (sequences, max_pages) int32 on the device
+    plans: list[tuple[int, Plan]]  # one per range of positions: a tiered group attends to up to three, then merges
 
 
 class Step:
@@ -61,11 +62,19 @@ class Step:
     def __init__(self, cache: PagedCache, tokens: Mapping[Sequence, int | SequenceOf[int]]) -> None:
         self._cache = cache
         self._sequences, self._counts, self._ids = _read_tokens(cache, tokens)
-        starts = np.concatenate([[0], np.cumsum(self._counts, dtype=np.int64)]).tolist()
-        self.rows = {s: slice(a, b) for s, a, b in zip(self._sequences, starts, starts[1:], strict=False)}
+        starts = [0, *accumulate(self._counts)]
+        self.rows = {s: slice(a, b) for s, (a, b) in zip(self._sequences, pairwise(starts), strict=True)}
         self.tokens: int = starts[-1]
         self._appended: set[int] = set()
         self._open = False
+        # What commit takes over and rollback gives back. Sequences are not touched before commit.
+        lanes = len(cache._lanes)
+        self._pages = [[list(s._pages[lane]) for s in self._sequences] for lane in range(lanes)]
+        self._sealed = [list(s._sealed) for s in self._sequences]
+        self._taken: list[list[int]] = []
+        self._retained: list[tuple[int, int]] = []  # (lane, page): references added besides taken pages
+        self._dropped: list[tuple[int, int]] = []  # (lane, page): references to release at commit
+        self._seals: list[tuple[int, int, int]] = []  # (group, near page, far page)
         self._groups = self._begin(starts)
         self._open = True
 
@@ -73,69 +82,130 @@ class Step:
 
     def _begin(self, starts: list[int]) -> list[_GroupStep]:
         cache = self._cache
-        needs = [self._pages_needed(group) for group in range(len(cache.layout.groups))]
-        taken = cache._take_pages(needs, "the step")
+        self._taken = cache._take_pages(self._needs(), "the step")
+        fresh = [iter(pages) for pages in self._taken]
         try:
-            return [self._prepare(group, list(pages), starts) for group, pages in enumerate(taken)]
+            for group, tiers in enumerate(cache._tiers):
+                self._seal(group, tiers, fresh[tiers.far])
+                self._extend(group, tiers, fresh[tiers.near])
+            return [self._prepare(group, tiers, starts) for group, tiers in enumerate(cache._tiers)]
         except BaseException:
-            for pool, pages in zip(cache._pools, taken, strict=True):
-                pool.release(pages)
+            self._give_back()
             raise
 
-    def _pages_needed(self, group: int) -> int:
-        layout = self._cache.layout.groups[group].layout
-        return sum(
-            layout.pages_for(s.length + n) - layout.pages_for(s.length) + self._must_copy(group, s, n)
-            for s, n in zip(self._sequences, self._counts, strict=True)
-        )
+    def _needs(self) -> list[int]:
+        """Pages that the step takes, by lane."""
+        cache = self._cache
+        size = cache.layout.page_size
+        needs = [0] * len(cache._lanes)
+        for group, tiers in enumerate(cache._tiers):
+            for sequence, count in zip(self._sequences, self._counts, strict=True):
+                held = len(sequence._pages[tiers.near])
+                needs[tiers.near] += -(-(sequence.length + count) // size) - held
+                needs[tiers.near] += self._must_copy(tiers.near, sequence, count)
+            near = {s._pages[tiers.near][i] for s in self._sequences for i in self._to_seal(group, tiers, s)}
+            needs[tiers.far] += len(near - cache._sealed_as[group].keys())
+        return needs
 
-    def _must_copy(self, group: int, sequence: Sequence, count: int) -> bool:
+    def _must_copy(self, lane: int, sequence: Sequence, count: int) -> bool:
         """Whether the page that the first new token goes into is shared."""
         if count == 0 or sequence.length % self._cache.layout.page_size == 0:
             return False
-        return self._cache._pools[group].references(sequence._pages[group][-1]) > 1
+        return self._cache._pools[lane].references(sequence._pages[lane][-1]) > 1
 
-    def _prepare(self, group: int, taken: list[int], starts: list[int]) -> _GroupStep:
+    def _to_seal(self, group: int, tiers: Tiers, sequence: Sequence) -> list[int]:
+        """Block numbers that are sealed at this begin."""
+        size = self._cache.layout.page_size
+        first = max(sequence._sealed[group] // size, tiers.head_pages(sequence._pin, size), sequence._passed[group])
+        return list(range(first, tiers.sealed(sequence.length, size) // size))
+
+    def _seal(self, group: int, tiers: Tiers, fresh: Iterator[int]) -> None:
+        """Encode near pages that have grown old into far pages; sequences that share one share the result."""
         cache = self._cache
-        layout, store = cache.layout.groups[group].layout, cache._stores[group]
-        fresh = iter(taken)
-        replaced: list[int] = []
-        copies: list[int] = []
-        pages: list[list[int]] = []
-        for sequence, count in zip(self._sequences, self._counts, strict=True):
-            held = list(sequence._pages[group])
-            if self._must_copy(group, sequence, count):
-                replaced.append(held[-1])
-                held[-1] = next(fresh)
-                copies.append(held[-1])
-            held.extend(next(fresh) for _ in range(layout.pages_for(sequence.length + count) - len(held)))
-            pages.append(held)
-        if replaced:
-            cache.backend.copy_pages(store, replaced, copies)
-        table = np.zeros((len(pages), max((len(p) for p in pages), default=0)), dtype=np.int32)
+        done = dict(cache._sealed_as[group])
+        new: dict[int, int] = {}
+        for s, sequence in enumerate(self._sequences):
+            for block in self._to_seal(group, tiers, sequence):
+                near = self._pages[tiers.near][s][block]
+                if near in done:
+                    far = done[near]
+                    cache._pools[tiers.far].retain([far])
+                    self._retained.append((tiers.far, far))
+                else:
+                    far = done[near] = new[near] = next(fresh)
+                self._pages[tiers.near][s][block], self._pages[tiers.far][s][block] = 0, far
+                self._dropped.append((tiers.near, near))
+            size = cache.layout.page_size
+            self._sealed[s][group] = max(self._sealed[s][group], tiers.sealed(sequence.length, size))
+        if new:
+            for local in range(cache._lanes[tiers.far].layout.layers):
+                source, target = cache._stores[tiers.near], cache._stores[tiers.far]
+                cache.backend.seal(source, target, local, list(new), list(new.values()))
+        self._seals += [(group, near, far) for near, far in new.items()]
+
+    def _extend(self, group: int, tiers: Tiers, fresh: Iterator[int]) -> None:
+        """Copy shared open pages, and add pages for the new tokens."""
+        cache = self._cache
+        source: list[int] = []
+        target: list[int] = []
+        for s, (sequence, count) in enumerate(zip(self._sequences, self._counts, strict=True)):
+            pages = self._pages[tiers.near][s]
+            if self._must_copy(tiers.near, sequence, count):
+                source.append(pages[-1])
+                self._dropped.append((tiers.near, pages[-1]))
+                pages[-1] = next(fresh)
+                target.append(pages[-1])
+            more = -(-(sequence.length + count) // cache.layout.page_size) - len(pages)
+            pages += [next(fresh) for _ in range(more)]
+            if tiers.tiered:
+                self._pages[tiers.far][s] += [0] * more
+        if source:
+            cache.backend.copy_pages(cache._stores[tiers.near], source, target)
+
+    def _prepare(self, group: int, tiers: Tiers, starts: list[int]) -> _GroupStep:
+        """Slots, tables and plans from the page lists."""
+        cache = self._cache
+        size, device = cache.layout.page_size, cache.backend.torch_device
+        tables = {lane: _table(self._pages[lane]) for lane in (tiers.far, tiers.near)}
         slots = np.empty(self.tokens, dtype=np.int64)
-        for s, (held, sequence) in enumerate(zip(pages, self._sequences, strict=True)):
-            table[s, : len(held)] = held
+        for s, sequence in enumerate(self._sequences):
             position = np.arange(sequence.length, sequence.length + self._counts[s])
-            slots[starts[s] : starts[s + 1]] = (
-                table[s, position // layout.page_size].astype(np.int64) * layout.page_size + position % layout.page_size
+            page = tables[tiers.near][s, position // size].astype(np.int64)
+            slots[starts[s] : starts[s + 1]] = page * size + position % size
+        query_starts, query_positions = _int32(starts), _int32([s.length for s in self._sequences])
+        plans = []
+        for lane, ranges in self._ranges(group, tiers):
+            arrays = StepArrays(
+                page_table=torch.from_numpy(tables[lane]),
+                kv_start=_int32([first for first, _ in ranges]),
+                lengths=_int32([last for _, last in ranges]),
+                query_starts=query_starts,
+                query_positions=query_positions,
             )
-        lengths = [s.length for s in self._sequences]
-        host = StepArrays(
-            page_table=torch.from_numpy(table),
-            kv_start=_int32([s._passed[group] * layout.page_size for s in self._sequences]),
-            lengths=_int32([n + c for n, c in zip(lengths, self._counts, strict=True)]),
-            query_starts=_int32(starts),
-            query_positions=_int32(lengths),
-        )
-        return _GroupStep(
-            pages,
-            taken,
-            replaced,
-            torch.from_numpy(slots).to(cache.backend.torch_device),
-            host.page_table,
-            cache.backend.plan(store, host),
-        )
+            plans.append((lane, cache.backend.plan(cache._stores[lane], arrays)))
+        on_device = {lane: torch.from_numpy(table).to(device) for lane, table in tables.items()}
+        return _GroupStep(torch.from_numpy(slots).to(device), on_device, plans)
+
+    def _ranges(self, group: int, tiers: Tiers) -> list[tuple[int, list[tuple[int, int]]]]:
+        """(lane, positions first .. last-1 by sequence) that together are everything stored, each attended apart."""
+        size = self._cache.layout.page_size
+        head: list[tuple[int, int]] = []
+        far: list[tuple[int, int]] = []
+        tail: list[tuple[int, int]] = []
+        for s, (sequence, count) in enumerate(zip(self._sequences, self._counts, strict=True)):
+            start, end = sequence._passed[group] * size, sequence.length + count
+            kept = max(start, tiers.head_pages(sequence._pin, size) * size)
+            sealed = self._sealed[s][group]
+            if sealed > kept:
+                head.append((start, kept))
+                far.append((kept, sealed))
+                tail.append((sealed, end))
+            else:  # nothing is far: one run of near pages
+                head.append((start, start))
+                far.append((start, start))
+                tail.append((start, end))
+        found = [(tiers.near, head), (tiers.far, far)] if tiers.tiered else []
+        return [(lane, r) for lane, r in found if any(a < b for a, b in r)] + [(tiers.near, tail)]
 
     # -- body ----------------------------------------------------------------------------------------------------
 
@@ -153,7 +223,8 @@ class Step:
         self._check_tensor("key", key, (self.tokens, spec.kv_heads, spec.key_dim))
         self._check_tensor("value", value, (self.tokens, spec.kv_heads, spec.value_dim))
         if self.tokens:
-            self._cache.backend.append(self._cache._stores[group], local, key, value, self._groups[group].slots)
+            store = self._cache._stores[self._cache._tiers[group].near]
+            self._cache.backend.append(store, local, key, value, self._groups[group].slots)
         self._appended.add(layer)
 
     def attend(
@@ -187,11 +258,18 @@ class Step:
         self._check_features(
             group, window=spec.window is not None, softcap=softcap is not None, sinks=sinks is not None
         )
-        state = self._groups[group]
-        out, lse = self._cache.backend.attend(
-            self._cache._stores[group], local, query, state.plan, scale=scale, softcap=softcap, sinks=sinks
-        )
-        return Attention(out, lse)
+        backend, stores, plans = self._cache.backend, self._cache._stores, self._groups[group].plans
+        if len(plans) == 1:
+            [(lane, plan)] = plans
+            return Attention(
+                *backend.attend(stores[lane], local, query, plan, scale=scale, softcap=softcap, sinks=sinks)
+            )
+        partials = [
+            backend.attend(stores[lane], local, query, plan, scale=scale, softcap=softcap, partial=True)
+            for lane, plan in plans
+        ]
+        out, lse = merge(partials, sinks)
+        return Attention(out.to(query.dtype), lse)
 
     def gather(self, layer: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """Decode a layer's whole history, this step's tokens included, to dense tensors.
@@ -204,9 +282,10 @@ class Step:
         owner = layer if spec.shares is None else spec.shares
         if owner not in self._appended:
             raise StepError(f"layer {owner} must be appended in this step before layer {layer} is gathered")
-        lengths = [s.length + n for s, n in zip(self._sequences, self._counts, strict=True)]
-        starts = [s._passed[group] * self._cache.layout.page_size for s in self._sequences]
-        return self._cache._gather(group, local, self._groups[group].plan.device.page_table, starts, lengths, dtype)
+        spans = []
+        for s, (sequence, count) in enumerate(zip(self._sequences, self._counts, strict=True)):
+            spans.append(self._cache._span(sequence, group, self._sealed[s][group], sequence.length + count))
+        return self._cache._gather(group, local, self._groups[group].tables, spans, dtype)
 
     # -- exit ----------------------------------------------------------------------------------------------------
 
@@ -221,36 +300,48 @@ class Step:
                 "rolled back"
             )
         cache = self._cache
-        for group, state in enumerate(self._groups):
-            for sequence, pages in zip(self._sequences, state.pages, strict=True):
-                sequence._pages[group] = pages
-            cache._pools[group].release(state.replaced)
-            self._free_passed(group, cache.layout.groups[group].layout)
+        for s, sequence in enumerate(self._sequences):
+            for lane, pages in enumerate(self._pages):
+                sequence._pages[lane] = pages[s]
+            sequence._sealed = self._sealed[s]
+        for lane, page in self._dropped:
+            cache._pools[lane].release([page])
+        for group, near, far in self._seals:
+            cache._remember_seal(group, near, far)
+        for group, members in enumerate(cache.layout.groups):
+            self._free_passed(group, members.layout)
         for sequence, count, ids in zip(self._sequences, self._counts, self._ids, strict=True):
             sequence._length += count
             if count:
                 sequence._known_ids(ids)
-                cache._index(sequence)
+            cache._index(sequence)
         self._close()
 
     def _free_passed(self, group: int, layout: GroupLayout) -> None:
         """Drop pages that the window has passed, judged at the step's begin, so that the step can be truncated."""
         if layout.window is None:
             return
+        tiers = self._cache._tiers[group]
         for sequence in self._sequences:
             keep_from = max(0, sequence.length - layout.window + 1) // layout.page_size
-            pages = sequence._pages[group]
-            for index in range(sequence._passed[group], keep_from):
-                self._cache._pools[group].release([pages[index]])
-                pages[index] = 0
+            for lane in {tiers.far, tiers.near}:
+                pages = sequence._pages[lane]
+                for block in range(sequence._passed[group], keep_from):
+                    self._cache._pools[lane].release([pages[block]])
+                    pages[block] = 0
             sequence._passed[group] = max(sequence._passed[group], keep_from)
 
     def rollback(self) -> None:
         """End the step and leave every sequence, page and count as before it."""
         self._check_open()
-        for pool, state in zip(self._cache._pools, self._groups, strict=True):
-            pool.release(state.taken)
+        self._give_back()
         self._close()
+
+    def _give_back(self) -> None:
+        for pool, pages in zip(self._cache._pools, self._taken, strict=True):
+            pool.release(pages)
+        for lane, page in self._retained:
+            self._cache._pools[lane].release([page])
 
     def _close(self) -> None:
         self._open = False
@@ -299,7 +390,7 @@ class Step:
             )
 
     def _check_features(self, group: int, **wanted: bool) -> None:
-        lacking = [n for n, used in wanted.items() if used and n not in self._cache._supports[group].features]
+        lacking = [n for n, used in wanted.items() if used and not self._cache._has_feature(group, n)]
         if lacking:
             raise Unsupported(
                 f"backend {self._cache.backend.name} does not honour {', '.join(lacking)} for "
@@ -327,12 +418,12 @@ def _read_tokens(
             counts.append(given)
             ids.append(None)
         else:
-            ids.append(_read_ids(given))
+            ids.append(read_ids(given))
             counts.append(len(ids[-1] or ()))
     return list(tokens), counts, ids
 
 
-def _read_ids(given: object) -> list[int]:
+def read_ids(given: object) -> list[int]:
     """Token ids from a list, array or 1-d integer tensor."""
     try:
         array = np.asarray(given)
@@ -341,6 +432,14 @@ def _read_ids(given: object) -> list[int]:
     except (TypeError, ValueError, RuntimeError):
         pass
     raise InvalidArgument(f"token ids are a 1-d run of integers, or give their number; got {given!r:.80}")
+
+
+def _table(pages: list[list[int]]) -> NDArray[np.int32]:
+    """Page lists as a table padded with the spare page."""
+    table = np.zeros((len(pages), max(map(len, pages))), dtype=np.int32)
+    for row, held in zip(table, pages, strict=True):
+        row[: len(held)] = held
+    return table
 
 
 def _int32(values: list[int]) -> Tensor:
