@@ -383,8 +383,8 @@ def _encode_dynamic(spec: CodecSpec, x: Float32Array, clamped_inputs: BoolArray)
     if spec.has_zero:
         _, qmax = spec.code_range
         zero, zero_clamped = _cast_zero(spec.scale_dtype, grouped.min(axis=-1))
-        # Only a zero that was clamped from below can lie above the maximum; then nothing is left to scale.
-        extent = np.maximum(grouped.max(axis=-1) - zero, np.float32(0.0))
+        # Negative only where the zero was clamped to its dtype's lowest value: then the scale is 0, as for no extent.
+        extent = grouped.max(axis=-1) - zero
         raw = extent / np.float32(qmax)
     else:
         extent = np.abs(grouped).max(axis=-1)

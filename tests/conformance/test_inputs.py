@@ -149,6 +149,16 @@ def test_keys_and_values_of_one_seed_differ_in_numbers_and_in_kind() -> None:
     assert (value.mean(axis=(0, 2)) > 0.3).all()
 
 
+def test_keys_values_and_queries_of_one_seed_come_from_unrelated_streams() -> None:
+    """With the fixed offsets and token sizes removed, what is left must not be correlated."""
+    shape = (200, 2, 64)
+    key, value, query = (make(1, shape).astype(np.float64) for make in (inputs.key, inputs.value, inputs.query))
+    key = (key - key.mean(axis=0)) / key.std(axis=0)
+    value = (value - value.mean(axis=-1, keepdims=True)) / value.std(axis=-1, keepdims=True)
+    for a, b in ((key, value), (key, query), (value, query)):
+        assert abs(np.corrcoef(a.ravel(), b.ravel())[0, 1]) < 0.03
+
+
 @pytest.mark.parametrize("make", [inputs.key, inputs.value, inputs.query])
 def test_heads_and_seeds_differ(make: Callable[..., Array]) -> None:
     x = make(1, (4, 2, 64))

@@ -235,6 +235,53 @@ def test_divisions_are_rounded_once_as_float64_rounds_them() -> None:
     assert (reciprocal != planes["scale"]).any(), "the reciprocal has to differ somewhere, or this test shows nothing"
 
 
+def _once(exact: Any) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """A float64 result of two float32 operands, rounded once to float32."""
+    assert exact.dtype == np.float64
+    return np.asarray(exact.astype(np.float32))
+
+
+@pytest.mark.parametrize(("code", "levels"), [("int8", 255.0), ("int4", 15.0), ("int2", 3.0)])
+def test_asymmetric_arithmetic_is_rounded_once_a_step(code: str, levels: float) -> None:
+    spec = CodecSpec(code, symmetric=False)
+    x = inputs.key(12, (64, 2, 64))
+    planes = encode(spec, x).planes
+    wide = x.astype(np.float64)
+    zero = wide.min(axis=-1)
+    extent = _once(wide.max(axis=-1) - zero)
+    scale = _once(extent.astype(np.float64) / levels)
+    np.testing.assert_array_equal(planes["zero"], zero)
+    np.testing.assert_array_equal(planes["scale"], scale)
+    assert (extent * np.float32(1.0 / levels) != scale).any(), "the reciprocal has to differ somewhere"
+    shifted = _once(wide - zero[..., None])
+    quotient = _once(shifted.astype(np.float64) / scale.astype(np.float64)[..., None])
+    expected = [max(0, min(int(levels), round(float(q)))) for q in quotient.ravel()]
+    stored = planes["codes"]
+    codes = stored if code == "int8" else unpack(stored, spec.code_bits, signed=False)
+    assert codes.ravel().tolist() == expected
+
+
+def test_nvfp4_arithmetic_is_rounded_once_a_step() -> None:
+    x = inputs.key(13, (64, 2, 64))
+    planes = encode(CodecSpec("nvfp4"), x).planes
+    blocks = x.astype(np.float64).reshape(64, 2, 4, 16)
+    tensor_scale = _once(np.abs(blocks).max(axis=(-2, -1)) / 2688.0)
+    np.testing.assert_array_equal(planes["tensor_scale"], tensor_scale)
+    sixth = _once(np.abs(blocks).max(axis=-1) / 6.0)
+    wanted = _once(sixth.astype(np.float64) / tensor_scale.astype(np.float64)[..., None])
+    np.testing.assert_array_equal(planes["scale"], E4M3.encode(np.minimum(wanted, np.float32(448))))
+    scale = _once(E4M3.decode(planes["scale"]).astype(np.float64) * tensor_scale.astype(np.float64)[..., None])
+    codes = E2M1.encode(_once(blocks / scale.astype(np.float64)[..., None])).reshape(64, 2, 64)
+    np.testing.assert_array_equal(unpack(planes["codes"], 4, signed=False), codes)
+
+
+def test_nvfp4_divides_by_six_before_it_divides_by_the_tensor_scale() -> None:
+    """amax 1 and a block of 0.04687500372529: 21.000002, above the tie of 20 and 22; in one division 21.0, so 20."""
+    block = float.fromhex("0x1.8000020000000p-5")
+    encoded = encode_row(CodecSpec("nvfp4"), 1.0, *[0.0] * 15, block, *[0.0] * 15)
+    assert E4M3.decode(encoded.planes["scale"])[0, 0].tolist() == [448.0, 22.0]
+
+
 @pytest.mark.parametrize("scale_dtype", ["float32", "bfloat16", "float16"])
 @pytest.mark.parametrize("code", ["int8", "int4", "int2"])
 @pytest.mark.parametrize("symmetric", [True, False])
@@ -396,6 +443,7 @@ def test_poison_fills_its_group_and_nothing_else(code: str, scale_dtype: str, pa
             assert bits(scale[hit]) == pattern
             assert encoded.poisoned.sum() == 1
             assert encoded.poisoned[hit]
+            assert encoded.saturated == 0, "poison is no saturation"
             if spec.has_zero:
                 assert bits(encoded.planes["zero"][hit]) == 0
             decoded = decode(spec, encoded.planes, 32)
@@ -646,9 +694,9 @@ def test_static_scales_missing_superfluous_or_misshapen_are_refused() -> None:
 
 def test_decoders_accept_the_lowest_code_and_any_scale() -> None:
     scale = f32([[3.0]])
-    int8 = {"codes": np.asarray([[[-128, 1]]], np.int8), "scale": scale}
-    int4 = {"codes": np.asarray([[[0x18]]], np.uint8), "scale": scale}
-    int2 = {"codes": np.asarray([[[0b10_11_00_01]]], np.uint8), "scale": scale}
+    int8: dict[str, np.ndarray[Any, Any]] = {"codes": np.asarray([[[-128, 1]]], np.int8), "scale": scale}
+    int4: dict[str, np.ndarray[Any, Any]] = {"codes": np.asarray([[[0x18]]], np.uint8), "scale": scale}
+    int2: dict[str, np.ndarray[Any, Any]] = {"codes": np.asarray([[[0b10_11_00_01]]], np.uint8), "scale": scale}
     assert decode(INT8, int8, 2)[0, 0].tolist() == [-384.0, 3.0]
     assert decode(CodecSpec("int4"), int4, 2)[0, 0].tolist() == [-24.0, 3.0]
     assert decode(CodecSpec("int2"), int2, 4)[0, 0].tolist() == [3.0, 0.0, -3.0, -6.0]
