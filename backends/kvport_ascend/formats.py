@@ -1,0 +1,128 @@
+"""Which cache formats the operators can read, and in which antiquant mode. Pure functions of the layout.
+
+========================================  ====  ==========================================================
+format of K and V                         mode  scales given to the operator
+========================================  ====  ==========================================================
+``int8`` (per token and head, float32)    5     float32 ``(pages, heads, page_size)``, in pages
+``int8:channel:static``                   0     ``(1, heads, 1, dim)`` in the model's dtype
+``int8:tensor:static``                    0     ``(1,)`` in the model's dtype
+``int8:head:static``                      2     ``(heads,)`` in the model's dtype
+the model's own dtype (fp16, bf16)        none  none
+========================================  ====  ==========================================================
+
+Static formats may be ``asym``: an unsigned code u with a zero z becomes the signed code ``u - 128`` with the offset
+``128 + z / scale`` in code units, because the operator computes ``(code + offset) * scale``. That is accepted only
+where the offset, cast to the model's dtype, gives back z exactly; see :func:`kvport_ascend.backend.AscendBackend`.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from kvport.formats import TensorFormat, dtype_name
+from kvport.layout import GroupLayout
+from kvport_ascend.emulator.rules import ATTENTION
+from kvport_ascend.socs import Soc
+
+QUERY_DTYPES: Final = (torch.float16, torch.bfloat16)
+_STATIC_MODES: Final = {"channel": 0, "tensor": 0, "head": 2}
+_RULES: Final = {rule.name: rule for rule in ATTENTION}
+
+
+def mode_of(fmt: TensorFormat) -> int | None:
+    """Antiquant mode that reads this format; None for float pages and for formats that no mode reads."""
+    if fmt.code != "int8":
+        return None
+    if fmt.static:
+        return _STATIC_MODES.get(fmt.granularity)
+    return 5 if fmt.granularity == "token" and fmt.symmetric and fmt.scale_dtype == "fp32" else None
+
+
+def refusals(layout: GroupLayout, soc: Soc) -> tuple[str, ...]:
+    """Every unmet requirement, with the value at hand, what is allowed, and the rule that says so."""
+    if soc.refusal:
+        return (f"on {soc.products}: {soc.refusal}",)
+    found = [*_format_refusals(layout), *_size_refusals(layout, soc)]
+    if layout.window is not None:
+        found.append(
+            f"window {layout.window}: the decode operator has no window, and a mask is reported to be wrong past KV "
+            f"position 512 ({_quote('decode_takes_no_mask')}); layers without a window are supported"
+        )
+    return tuple(found)
+
+
+def _quote(name: str) -> str:
+    rule = _RULES[name]
+    return f"rule {name}: {rule.text} [{rule.source}]"
+
+
+def _format_refusals(layout: GroupLayout) -> list[str]:
+    found = []
+    if layout.dtype not in QUERY_DTYPES:
+        found.append(f"model dtype {layout.dtype}: float16 or bfloat16 is allowed ({_quote('query_dtype')})")
+    key, value = layout.format.key, layout.format.value
+    for side, fmt in (("K", key), ("V", value)):
+        if not fmt.quantized and fmt.code_torch_dtype != layout.dtype:
+            nearest = dtype_name(layout.dtype) if layout.dtype in QUERY_DTYPES else "bf16 with a bfloat16 model"
+            found.append(f"{side} pages of {fmt.code}: int8, or {nearest} ({_quote('kv_dtype')})")
+        elif fmt.quantized and mode_of(fmt) is None:
+            found.append(f"{side} format {fmt}: {_nearest(fmt)}")
+    if not found and mode_of(key) != mode_of(value):
+        found.append(
+            f"K is {key} and V is {value}, antiquant modes {mode_of(key)} and {mode_of(value)}: both need one mode, "
+            f"e.g. k={key},v={key} ({_quote('modes_equal')})"
+        )
+    if not found and (key.symmetric, key.granularity) != (value.symmetric, value.granularity):
+        found.append(
+            f"K is {key} and V is {value}: scales and offsets of both have one shape, or are absent for both "
+            f"({_quote('value_scale_shape')}; {_quote('offsets_in_pairs')})"
+        )
+    return found
+
+
+def _nearest(fmt: TensorFormat) -> str:
+    if fmt.code != "int8":
+        return f"only int8 codes are read from pages; int8 is the nearest ({_quote('int4_not_paged')})"
+    if fmt.granularity != "token":
+        return (
+            f"no antiquant mode has scales of granularity {fmt.granularity}; int8 (per token and head) is the nearest "
+            f"({_quote('modes_known')})"
+        )
+    if not fmt.symmetric:
+        return "offsets per token would be 128 + zero / scale, rarely exact in float32; int8 (symmetric) is the nearest"
+    return f"scales per token are float32; int8 without scale= is the nearest ({_quote('key_scale_dtype')})"
+
+
+def _size_refusals(layout: GroupLayout, soc: Soc) -> list[str]:
+    found = []
+    int8 = layout.format.key.quantized
+    dim_unit, page_unit = (soc.int8_dim, soc.int8_page) if int8 else (soc.float_dim, soc.float_page)
+    if layout.key_dim != layout.value_dim:
+        found.append(f"key_dim {layout.key_dim}, value_dim {layout.value_dim}: equal ones ({_quote('kv_same_shape')})")
+    dims = {layout.key_dim, layout.value_dim}
+    if any(dim % dim_unit or dim > soc.max_dim for dim in dims):
+        found.append(f"head dim {sorted(dims)}: multiples of {dim_unit} up to {soc.max_dim} ({_quote('head_dim')})")
+    page = layout.page_size
+    if page % page_unit or page > soc.max_page:
+        nearest = min(soc.max_page, max(page_unit, round(page / page_unit) * page_unit))
+        found.append(
+            f"page size {page}: multiples of {page_unit} up to {soc.max_page}, nearest {nearest} "
+            f"({_quote('block_size_decode')})"
+        )
+    if layout.group_size > soc.max_ratio:
+        found.append(f"{layout.group_size} query heads per KV head: at most {soc.max_ratio} ({_quote('heads_ratio')})")
+    if layout.query_heads > soc.max_heads:
+        found.append(f"{layout.query_heads} query heads: at most {soc.max_heads} ({_quote('heads_limit')})")
+    if layout.kv_heads * layout.key_dim > soc.max_row:
+        found.append(
+            f"{layout.kv_heads} KV heads of {layout.key_dim}: at most {soc.max_row} numbers a token "
+            f"({_quote('page_row_limit')})"
+        )
+    return found
+
+
+def max_pages(layout: GroupLayout) -> int:
+    """Pages of one layer whose K still has fewer than 2^31 elements (rule cache_elements)."""
+    return int((2**31 - 1) // (layout.page_size * layout.kv_heads * layout.key_dim))

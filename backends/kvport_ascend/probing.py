@@ -1,0 +1,105 @@
+"""Whether torch_npu and a device are usable here, and if not, which of the many ways of failing it is.
+
+Nothing is imported at module level that could fail: ``import torch`` itself fails where torch_npu is installed and
+CANN is not, because torch loads installed device extensions by itself.
+"""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from typing import Any
+
+from kvport.hookspecs import Probe
+from kvport_ascend.socs import SOCS, soc_of
+
+INSTALL = "pip install torch-npu (of exactly torch's version), after installing CANN from Huawei"
+
+
+def probe(device_type: str) -> Probe:
+    """``"cpu"``: the emulated operators, always there. ``"npu"``: a device driven by torch_npu."""
+    return _probe_emulated() if device_type == "cpu" else _probe_npu()
+
+
+def _probe_emulated() -> Probe:
+    if find_spec("torch_npu") is not None:
+        facts = {"schemas": f"torch_npu {version('torch_npu')}, installed"}
+    else:
+        from kvport_ascend.schemas import DEFAULT_VERSION
+
+        facts = {"schemas": f"torch_npu {DEFAULT_VERSION}, recorded"}
+    return Probe(usable=True, facts=facts)
+
+
+def _probe_npu() -> Probe:
+    if find_spec("torch_npu") is None:
+        return _no(f"the package torch-npu is not installed: {INSTALL}")
+    facts = {name: _installed(name) for name in ("torch", "torch_npu")}
+    if mismatch := pairing_error(facts["torch"], facts["torch_npu"]):
+        return _no(mismatch, facts)
+    try:
+        import torch
+    except Exception as error:
+        return _no(
+            f"importing torch fails while it loads torch_npu by itself: {_first(error)}. Set "
+            "TORCH_DEVICE_BACKEND_AUTOLOAD=0 to use torch for other devices; for the NPU, install CANN and source its "
+            "set_env.sh",
+            facts,
+        )
+    try:
+        import torch_npu  # noqa: F401 - registers the device
+    except Exception as error:
+        missing = "cannot open shared object file" in str(error)
+        why = (
+            "CANN's libraries are not found; install CANN and source its set_env.sh"
+            if missing
+            else "it fails to import"
+        )
+        return _no(f"torch_npu is installed, but {why}: {_first(error)}", facts)
+    npu: Any = torch.npu  # type: ignore[attr-defined,unused-ignore]
+    try:
+        count = npu.device_count() if npu.is_available() else 0
+    except Exception as error:
+        return _no(f"torch_npu is imported, but cannot ask the driver for devices: {_first(error)}", facts)
+    if count == 0:
+        return _no("torch_npu is imported, but no NPU is visible (see npu-smi info, ASCEND_RT_VISIBLE_DEVICES)", facts)
+    name = str(npu.get_device_name(0))
+    facts["device_name"] = name
+    soc = soc_of(name)
+    if soc is None:
+        known = ", ".join(prefix + "*" for entry in SOCS.values() for prefix in entry.device_names)
+        return _no(f"the chip {name!r} is not in the table of known ones ({known}), so its limits are not known", facts)
+    facts["soc"] = soc.name
+    return _no(soc.refusal, facts) if soc.refusal else Probe(usable=True, facts=facts)
+
+
+def pairing_error(torch_version: str, npu_version: str) -> str:
+    """Why these two versions cannot go together ("" if they can): torch_npu is built for one release of torch."""
+    if _release(torch_version) == _release(npu_version):
+        return ""
+    return (
+        f"torch_npu {npu_version} is built for torch {_release(npu_version)}, installed is torch {torch_version}; "
+        "install matching versions"
+    )
+
+
+def _release(text: str) -> str:
+    """ "2.9.0.post9" and "2.9.0+cpu" -> "2.9.0"."""
+    return ".".join(text.partition("+")[0].split(".")[:3])
+
+
+def _installed(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "of unknown version"
+
+
+def _first(error: Exception) -> str:
+    """Type and the first line of a message, the part that names the cause."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def _no(reason: str, facts: dict[str, str] | None = None) -> Probe:
+    return Probe(usable=False, reason=reason, facts=facts or {})

@@ -1,0 +1,454 @@
+"""The Ascend backend on emulated operators against the reference backend and a float64 attention of this file.
+
+Codes and scales are compared bit for bit; attention with the bound of docs/contract.md, to which the decode kernel's
+plane arithmetic adds a term. ``pytest -rP`` prints what was observed of it.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from kvport_ascend import emulator
+from kvport_ascend.backend import AscendBackend, load_emulated
+from kvport_cpu.reference import ReferenceBackend
+
+from kvport import codec
+from kvport.backend import Backend, StepArrays, Store, operations
+from kvport.cache import PagedCache
+from kvport.errors import Unsupported
+from kvport.formats import dtype_name
+from kvport.layout import CacheLayout, GroupLayout
+from kvport.scales import LayerScales, SideScales
+
+REFERENCE = ReferenceBackend("cpu", torch.device("cpu"))
+
+#: Half an ulp of the output, and the precision to which products are summed, by query dtype (docs/contract.md).
+UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}
+#: Three int8 planes of an operand hold it to 1 / (127 * 254^2 * 2) of its row's largest magnitude.
+PLANES = 1 / (127 * 254**2 * 2)
+
+FORMATS = [
+    "int8",
+    "int8:channel:static:scale=bf16",
+    "int8:head:static:scale=bf16",
+    "int8:tensor:static:scale=bf16",
+    "bf16",
+]
+
+
+@pytest.fixture(params=["planes", "exact"])
+def numeric(request: pytest.FixtureRequest) -> str:
+    """The emulator's arithmetic: the decode kernel's int8 planes, or float64."""
+    return str(request.param)
+
+
+def make_layout(
+    format: str = "int8",
+    *,
+    layers: int = 2,
+    kv_heads: int = 2,
+    query_heads: int = 4,
+    dim: int = 64,
+    page_size: int = 32,
+    dtype: torch.dtype = torch.bfloat16,
+) -> CacheLayout:
+    return CacheLayout.uniform(
+        layers=layers,
+        kv_heads=kv_heads,
+        query_heads=query_heads,
+        head_dim=dim,
+        page_size=page_size,
+        format=format,
+        dtype=dtype,
+    )
+
+
+def make_scales(layout: CacheLayout) -> dict[int, LayerScales] | None:
+    """Different scales for every layer, side, head and channel; bfloat16 numbers, so exact in any of the dtypes."""
+    fmt = layout.format.key
+    if not fmt.static:
+        return None
+    found = {}
+    for layer, spec in enumerate(layout.layers):
+        sides = []
+        for side in range(2):
+            shape = {"tensor": (), "head": (spec.kv_heads,), "channel": (spec.kv_heads, spec.key_dim)}[fmt.granularity]
+            generator = torch.Generator().manual_seed(10 * layer + side)
+            scale = ((torch.rand(shape, generator=generator) + 0.5) * 0.03 * (1 + side)).bfloat16().float()
+            zero = None if fmt.symmetric else -scale * torch.randint(90, 140, shape, generator=generator)
+            sides.append(SideScales(scale, zero))
+        found[layer] = LayerScales(*sides)
+    return found
+
+
+def rows(count: int, heads: int, dim: int, seed: int, dtype: torch.dtype, size: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return (torch.randn(count, heads, dim, generator=generator) * size).to(dtype)
+
+
+def decoded(layout: GroupLayout, store: Store, layer: int, pages: list[int], length: int) -> tuple[np.ndarray, ...]:
+    """K and V of one sequence in float64, from the reference store's planes."""
+    found = []
+    exported = REFERENCE.export_pages(store, layer, pages)
+    for side, fmt, static in store.sides(layer):  # type: ignore[attr-defined]
+        planes = {n.partition(".")[2]: t for n, t in exported.items() if n.startswith(side)}
+        found.append(codec.decode(fmt, planes, static).flatten(0, 1)[:length].double().numpy())
+    return tuple(found)
+
+
+def assert_attention(
+    out: torch.Tensor,
+    lse: torch.Tensor,
+    query: torch.Tensor,
+    key: np.ndarray,
+    value: np.ndarray,
+    scale: float,
+    seen: list[int],
+) -> float:
+    """Every row within the contract's bound; returns the largest observed / bound."""
+    u, worst = UNIT[query.dtype], 0.0
+    q = query.double().numpy()
+    group = q.shape[1] // key.shape[1]
+    for r, tokens in enumerate(seen):
+        for h in range(q.shape[1]):
+            k, v = key[:tokens, h // group], value[:tokens, h // group]
+            if tokens == 0:
+                assert (out[r, h] == 0).all()
+                assert lse[r, h] == -math.inf
+                continue
+            scores = scale * (k @ q[r, h])
+            top = scores.max()
+            weights = np.exp(scores - top)
+            total = weights.sum()
+            p, exact_lse = weights / total, top + math.log(total)
+            exact = p @ v
+            # The plane term: the query row (times the scales) and the weights, each to PLANES of its largest entry.
+            plane_scores = PLANES * scale * np.abs(q[r, h]).max() * np.abs(k).max() * k.shape[1]
+            d = u * scale * (np.abs(k) @ np.abs(q[r, h])).max() + plane_scores
+            bound = (math.exp(2 * d) - 1 + 2 * u) * (p @ np.abs(v)) + u * np.abs(exact)
+            bound += (2.0**-24 + 2 * PLANES * len(p)) * np.abs(v).max()
+            observed = np.abs(out[r, h].double().numpy() - exact)
+            worst = max(worst, float((observed / bound).max()))
+            lse_bound = d + u + 2.0**-20 * max(1.0, abs(exact_lse))
+            worst = max(worst, abs(float(lse[r, h]) - exact_lse) / lse_bound)
+    assert worst <= 1.0, f"observed / bound is {worst}"
+    return worst
+
+
+# --------------------------------------------------------------------------------------------------------- whole caches
+
+
+@pytest.mark.parametrize(("soc", "dtype"), [("A2", torch.bfloat16), ("A3", torch.float16), ("950", torch.bfloat16)])
+@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("format", FORMATS)
+def test_steps_agree_with_the_reference(format: str, dim: int, soc: str, dtype: torch.dtype, numeric: str) -> None:
+    """Prefill, decode, verify and a fork in mid-page, on ragged batches: pages bit for bit, attention in the bound."""
+    if format == "bf16":
+        format = dtype_name(dtype)
+    layout = make_layout(format, dim=dim, dtype=dtype)
+    scales = make_scales(layout)
+    backend = load_emulated(soc=soc, numeric=numeric)
+    assert backend.execution == "emulated"
+    caches = [PagedCache(b, layout, [24], scales=scales) for b in (REFERENCE, backend)]
+    sequences = [[c.sequence() for _ in range(3)] for c in caches]
+    # tokens of each of the three sequences by step: prefill of ragged lengths, decode, a mixed step, verify
+    for number, counts in enumerate([[33, 1, 70], [1, 1, 1], [5, 1, 0], [3, 3, 3]]):
+        if number == 3:
+            sequences[0][1], sequences[1][1] = sequences[0][0].fork(), sequences[1][0].fork()
+        total = sum(counts)
+        results = []
+        for cache, seqs in zip(caches, sequences, strict=True):
+            with cache.step(dict(zip(seqs, counts, strict=True))) as step:
+                found = []
+                for layer in range(2):
+                    seed = 100 * number + 10 * layer
+                    step.append(
+                        layer,
+                        rows(total, 2, dim, seed, layout.dtype),
+                        rows(total, 2, dim, seed + 1, layout.dtype, size=3.0) + 1,
+                    )
+                    found.append(step.attend(layer, rows(total, 4, dim, seed + 2, layout.dtype)))
+                results.append(found)
+        for ours, theirs in zip(sequences[1], sequences[0], strict=True):
+            assert ours.length == theirs.length
+            for mine, reference in zip(
+                *(planes_of(c, s) for c, s in zip(caches, (theirs, ours), strict=True)), strict=True
+            ):
+                assert mine.keys() == reference.keys()
+                for name in mine:
+                    assert torch.equal(mine[name], reference[name]), f"step {number}, {name} differs"
+        for layer in range(2):
+            seed, row = 100 * number + 10 * layer, 0
+            query = rows(total, 4, dim, seed + 2, layout.dtype)
+            for s, count in enumerate(counts):
+                sequence = sequences[0][s]
+                key, value = decoded(
+                    layout.groups[0].layout, caches[0]._stores[0], layer, sequence._pages[0], sequence.length
+                )
+                at = slice(row, row + count)
+                seen = [sequence.length - count + r + 1 for r in range(count)]
+                got = results[1][layer]
+                worst = assert_attention(got.output[at], got.lse[at], query[at], key, value, 1 / math.sqrt(dim), seen)
+                if count:
+                    print(f"{format} D{dim} {soc} {numeric} step {number} layer {layer}: observed/bound {worst:.3f}")
+                row += count
+
+
+def planes_of(cache: PagedCache, sequence: object) -> list[dict[str, torch.Tensor]]:
+    """The canonical planes of a sequence by layer, cut to its length."""
+    pages, length = sequence._pages[0], sequence.length  # type: ignore[attr-defined]
+    found = []
+    for layer in range(len(cache.layout.layers)):
+        exported = cache.backend.export_pages(cache._stores[0], layer, pages)
+        found.append({name: plane.flatten(0, 1)[:length].contiguous() for name, plane in exported.items()})
+    return found
+
+
+# ------------------------------------------------------------------------------------------------------- one operation
+
+
+def group_layout(format: str = "int8", **more: object) -> GroupLayout:
+    return make_layout(format, **more).groups[0].layout  # type: ignore[arg-type]
+
+
+def open_store(backend: Backend, layout: GroupLayout, pages: int, scales: dict[int, LayerScales] | None) -> Store:
+    given = None if scales is None else [scales[layer] for layer in range(layout.layers)]
+    return backend.allocate(layout, pages, scales=given)
+
+
+def arrays(
+    table: list[list[int]],
+    lengths: list[int],
+    counts: list[int],
+    positions: list[int],
+    kv_start: list[int] | None = None,
+) -> StepArrays:
+    starts = [0, *np.cumsum(counts).tolist()]
+    fields = (kv_start or [0] * len(lengths), lengths, starts, positions)
+    return StepArrays(torch.tensor(table, dtype=torch.int32), *(torch.tensor(f, dtype=torch.int32) for f in fields))
+
+
+@pytest.mark.parametrize("count", [3, 40])
+def test_skipped_rows_write_nothing_that_is_read(count: int) -> None:
+    """Slot -1, fewer and more of them than the spare page has slots."""
+    backend, layout = load_emulated(), group_layout(layers=1)
+    stores = [open_store(b, layout, 5, None) for b in (backend, REFERENCE)]
+    slots = torch.full((count,), -1)
+    slots[1], slots[2] = 70, 64
+    for b, store in zip((backend, REFERENCE), stores, strict=True):
+        for buffer in b.buffers(store).values():
+            buffer.view(torch.uint8).fill_(7)
+        b.append(store, 0, rows(count, 2, 64, 1, torch.bfloat16), rows(count, 2, 64, 2, torch.bfloat16), slots)
+    ours, theirs = (b.export_pages(s, 0, [1, 2, 3, 4]) for b, s in zip((backend, REFERENCE), stores, strict=True))
+    for name in ours:
+        assert torch.equal(ours[name], theirs[name]), name
+
+
+@pytest.mark.parametrize("format", [*FORMATS, "int8:channel:static:asym"])
+def test_export_and_import_keep_every_bit(format: str) -> None:
+    """Pages of arbitrary bytes go from one store to another and to the reference and back."""
+    layout = group_layout(format)
+    scales = make_scales(make_layout(format))
+    backend = load_emulated()
+    first, second = (open_store(backend, layout, 6, scales) for _ in range(2))
+    reference = open_store(REFERENCE, layout, 6, scales)
+    generator = torch.Generator().manual_seed(5)
+    for buffer in backend.buffers(first).values():
+        buffer.view(torch.uint8).random_(0, 256, generator=generator)
+    for layer in range(2):
+        image = backend.export_pages(first, layer, [4, 2])
+        assert {name: t.shape[1:] for name, t in image.items()} == {p.name: p.shape for p in layout.planes}
+        REFERENCE.import_pages(reference, layer, [1, 5], image)
+        backend.import_pages(second, layer, [3, 1], REFERENCE.export_pages(reference, layer, [1, 5]))
+        again = backend.export_pages(second, layer, [3, 1])
+        for name, plane in image.items():
+            assert torch.equal(plane.contiguous().view(torch.uint8), again[name].contiguous().view(torch.uint8)), name
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_copy_seal_and_gather(format: str) -> None:
+    layout, scales = group_layout(format), make_scales(make_layout(format))
+    float_layout = group_layout("bf16")
+    key, value = rows(64, 2, 64, 1, torch.bfloat16), rows(64, 2, 64, 2, torch.bfloat16)
+    images = []
+    for backend in (load_emulated(), REFERENCE):
+        source, target = open_store(backend, float_layout, 4, None), open_store(backend, layout, 6, scales)
+        for layer in range(2):
+            backend.append(source, layer, key, value, torch.arange(32, 96))
+            backend.seal(source, target, layer, [1, 2], [5, 3])
+        backend.copy_pages(target, [5], [2])
+        images.append([backend.export_pages(target, layer, [5, 3, 2]) for layer in range(2)])
+        gathered = backend.gather(target, 1, torch.tensor([[2, 3], [3, 0]], dtype=torch.int32), [40, 7], torch.float32)
+        images.append([dict(zip("kv", gathered, strict=True))])
+    for ours, theirs in zip(images[:2], images[2:], strict=True):
+        for mine, reference in zip(ours, theirs, strict=True):
+            for name in mine:
+                assert torch.equal(mine[name], reference[name]), name
+
+
+@pytest.mark.parametrize("format", ["int8:channel:static:asym", "int8:head:static:asym", "int8:tensor:static:asym"])
+def test_asymmetric_static_scales(format: str, numeric: str) -> None:
+    """Zeros that are whole multiples of their scale: the operator's offset has the opposite place and is exact."""
+    layout, scales = group_layout(format, layers=1), make_scales(make_layout(format, layers=1))
+    backend = load_emulated(numeric=numeric)
+    assert scales is not None
+    ours, theirs = (open_store(b, layout, 5, scales) for b in (backend, REFERENCE))
+    key, value = rows(50, 2, 64, 1, torch.bfloat16), rows(50, 2, 64, 2, torch.bfloat16) + 1
+    slots = torch.cat([torch.arange(96, 128), torch.arange(32, 50)])
+    for b, store in ((backend, ours), (REFERENCE, theirs)):
+        b.append(store, 0, key, value, slots)
+    for name, plane in backend.export_pages(ours, 0, [3, 1]).items():
+        assert torch.equal(plane.flatten(0, 1)[:50], REFERENCE.export_pages(theirs, 0, [3, 1])[name].flatten(0, 1)[:50])
+    query = rows(1, 4, 64, 3, torch.bfloat16)
+    plan = backend.plan(ours, arrays([[3, 1]], [50], [1], [49]))
+    out, lse = backend.attend(ours, 0, query, plan, scale=0.125)
+    k, v = decoded(layout, theirs, 0, [3, 1], 50)
+    assert_attention(out, lse, query, k, v, 0.125, [50])
+
+
+def test_offset_that_is_not_exact_is_refused() -> None:
+    layout = group_layout("int8:channel:static:asym", layers=1)
+    scale = torch.full((2, 64), 0.0625)
+    sides = SideScales(scale, torch.full((2, 64), -3.3))
+    with pytest.raises(Unsupported, match="no exact offset"):
+        load_emulated().allocate(layout, 4, scales=[LayerScales(sides, sides)])
+
+
+def test_scale_that_is_not_exact_in_the_models_dtype_is_refused() -> None:
+    layout = group_layout("int8:channel:static", layers=1)
+    exact, inexact = SideScales(torch.full((2, 64), 0.0625)), SideScales(torch.full((2, 64), 0.1))
+    load_emulated().allocate(layout, 4, scales=[LayerScales(exact, exact)])
+    with pytest.raises(Unsupported, match=r"value: .* not numbers of it"):
+        load_emulated().allocate(layout, 4, scales=[LayerScales(exact, inexact)])
+
+
+def test_scale_beyond_float16_is_refused() -> None:
+    layout = group_layout("int8:tensor:static", layers=1, dtype=torch.float16)
+    large = SideScales(torch.tensor(1024.0))
+    with pytest.raises(Unsupported, match="beyond"):
+        load_emulated().allocate(layout, 4, scales=[LayerScales(large, large)])
+
+
+@pytest.mark.parametrize(
+    ("kv_start", "length", "count", "position"),
+    [
+        (0, 50, 1, 60),  # a tier that ends before the query
+        (0, 50, 4, 60),
+        (0, 62, 4, 60),  # a tier that ends inside the query rows
+        (32, 61, 1, 60),  # one that begins later, at a page and inside one
+        (40, 61, 1, 60),
+        (32, 64, 4, 60),
+        (40, 64, 4, 60),
+        (62, 64, 4, 60),  # the first rows see nothing
+        (60, 60, 2, 60),  # nobody sees anything
+    ],
+)
+@pytest.mark.parametrize("dim", [64, 128])
+def test_partial_views(kv_start: int, length: int, count: int, position: int, dim: int, numeric: str) -> None:
+    """A store that holds positions kv_start .. length-1 only, merged by the caller through the LSE."""
+    backend, layout = load_emulated(numeric=numeric), group_layout(layers=1, dim=dim)
+    ours, theirs = (open_store(b, layout, 6, None) for b in (backend, REFERENCE))
+    key, value = rows(64, 2, dim, 1, torch.bfloat16), rows(64, 2, dim, 2, torch.bfloat16)
+    slots = torch.cat([torch.arange(96, 128), torch.arange(32, 64)])
+    for b, store in ((backend, ours), (REFERENCE, theirs)):
+        b.append(store, 0, key, value, slots)
+    step = arrays([[3, 1]], [length], [count], [position], [kv_start])
+    query = rows(count, 4, dim, 3, torch.bfloat16)
+    out, lse = backend.attend(ours, 0, query, backend.plan(ours, step), scale=0.1, partial=True)
+    assert out.dtype == torch.float32
+    k, v = decoded(layout, theirs, 0, [3, 1], length)
+    for r in range(count):
+        seen = max(0, min(length, position + r + 1) - kv_start)
+        assert_attention(out[r : r + 1], lse[r : r + 1], query[r : r + 1], k[kv_start:], v[kv_start:], 0.1, [seen])
+
+
+def test_zero_query_rows_are_answered(numeric: str) -> None:
+    """The decode kernel divides by a query row's largest magnitude; the backend never sends it a row of zeros."""
+    backend, layout = load_emulated(numeric=numeric), group_layout(layers=1)
+    ours, theirs = (open_store(b, layout, 4, None) for b in (backend, REFERENCE))
+    for b, store in ((backend, ours), (REFERENCE, theirs)):
+        b.append(store, 0, rows(3, 2, 64, 1, torch.bfloat16), rows(3, 2, 64, 2, torch.bfloat16), torch.arange(32, 35))
+    query = rows(1, 4, 64, 3, torch.bfloat16)
+    query[0, 1:3] = 0
+    emulator.OBSERVED.clear()
+    out, lse = backend.attend(ours, 0, query, backend.plan(ours, arrays([[1]], [3], [1], [2])), scale=0.125)
+    assert emulator.OBSERVED["zero_query_rows"] == 0
+    k, v = decoded(layout, theirs, 0, [1], 3)
+    assert_attention(out, lse, query, k, v, 0.125, [3])
+
+
+def test_poison_reaches_its_own_head_only(numeric: str) -> None:
+    backend, layout = load_emulated(numeric=numeric), group_layout(layers=1)
+    store = open_store(backend, layout, 4, None)
+    value = rows(5, 2, 64, 2, torch.bfloat16)
+    value[3, 1, 7] = math.nan
+    backend.append(store, 0, rows(5, 2, 64, 1, torch.bfloat16), value, torch.arange(32, 37))
+    query = rows(1, 4, 64, 3, torch.bfloat16)
+    out, _ = backend.attend(store, 0, query, backend.plan(store, arrays([[1]], [5], [1], [4])), scale=0.125)
+    assert out[0, :2].isfinite().all()
+    assert out[0, 2:].isnan().all()
+
+
+def test_poison_flags_of_static_formats() -> None:
+    format = "int8:tensor:static:scale=bf16"
+    layout, scales = group_layout(format), make_scales(make_layout(format))
+    key = rows(40, 2, 64, 1, torch.bfloat16)
+    key[37] = math.nan
+    flags = []
+    for backend in (load_emulated(), REFERENCE):
+        store = open_store(backend, layout, 5, scales)
+        backend.append(store, 1, key, key.clone(), torch.arange(64, 104))
+        flags.append(backend.poisoned(store)[:, 1:])
+        assert bool(flags[-1][1, 2])
+        backend.append(store, 1, key[:1], key[:1], torch.tensor([96]))  # the page begins anew
+        flags.append(backend.poisoned(store)[:, 1:])
+        assert not flags[-1].any()
+    assert torch.equal(flags[0], flags[2])
+
+
+def test_refuses_what_the_operator_lacks() -> None:
+    backend, layout = load_emulated(), group_layout(layers=1)
+    store = open_store(backend, layout, 4, None)
+    backend.append(store, 0, rows(3, 2, 64, 1, torch.bfloat16), rows(3, 2, 64, 2, torch.bfloat16), torch.arange(32, 35))
+    plan = backend.plan(store, arrays([[1]], [3], [1], [2]))
+    query = rows(1, 4, 64, 3, torch.bfloat16)
+    with pytest.raises(Unsupported, match="soft cap"):
+        backend.attend(store, 0, query, plan, scale=0.1, softcap=30.0)
+    with pytest.raises(Unsupported, match="sink"):
+        backend.attend(store, 0, query, plan, scale=0.1, sinks=torch.zeros(4))
+    with pytest.raises(Unsupported, match="float16"):
+        backend.attend(store, 0, query.half(), plan, scale=0.1)
+    long = arrays([[1] * 8193], [262145], [1], [262144])
+    with pytest.raises(Unsupported, match="decode_kv_limit"):
+        backend.plan(store, long)
+    with pytest.raises(Unsupported, match="cache_elements"):
+        backend.allocate(layout, 2**20)
+
+
+def test_operations_are_reported() -> None:
+    found = operations(load_emulated())
+    native = {"support", "allocate", "append", "seal", "plan", "attend", "export_pages", "import_pages"}
+    assert {name for name, kind in found.items() if kind == "native"} == native
+    facts = load_emulated(soc="A2").facts()
+    assert "no device was used" in facts["emulated"]
+    assert facts["soc"] == "A2"
+
+
+def test_storage_is_used_as_it_is() -> None:
+    backend, layout = load_emulated(), group_layout(layers=1)
+    pages = 4
+    storage = {
+        "key.codes": torch.zeros(1, pages, 32, 2, 64, dtype=torch.int8),
+        "key.scale": torch.zeros(1, pages, 2, 32),
+        "value.codes": torch.zeros(1, pages, 32, 2, 64, dtype=torch.int8),
+        "value.scale": torch.zeros(1, pages, 2, 32),
+    }
+    store = backend.allocate(layout, pages, storage=storage)
+    assert {n: t.data_ptr() for n, t in backend.buffers(store).items()} == {n: t.data_ptr() for n, t in storage.items()}
+    assert sum(t.nbytes for t in storage.values()) == backend.page_bytes(layout) * pages
+    backend.append(store, 0, rows(1, 2, 64, 1, torch.bfloat16), rows(1, 2, 64, 2, torch.bfloat16), torch.tensor([33]))
+    assert storage["key.scale"][0, 1, :, 1].gt(0).all()
+    assert isinstance(backend, AscendBackend)
