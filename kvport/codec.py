@@ -4,20 +4,23 @@ Every step is IEEE float32 with round-to-nearest-even: divisions by tensors, nev
 latter into a multiplication by the reciprocal, which differs in the last bit), no fused multiply-add. A backend with
 kernels of its own must produce the same bits; docs/contract.md states the definition in words.
 
-Shapes: rows are ``(..., heads, dim)``; planes have the same leading dims (see :func:`kvport.layout.planes`). What is
-encoded for a row depends on that row alone.
+Shapes: rows are ``(..., tokens, heads, dim)``; planes have the same leading dims (see :func:`kvport.layout.planes`).
+What is encoded for a row depends on that row alone, except for cN formats, whose groups span N tokens of one page.
+The float codes (fp8, mxfp4, nvfp4) are in :mod:`kvport.codec_floats`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from kvport import codec_floats
 from kvport.errors import ScaleError
-from kvport.formats import TensorFormat
+from kvport.formats import CODES, TensorFormat
 
 if TYPE_CHECKING:
     from kvport.scales import SideScales  # scales casts its zeros with floor_cast
@@ -28,10 +31,10 @@ INPUT_LIMIT = 2.0**125
 
 @dataclass(frozen=True)
 class Encoded:
-    """Planes by short name (``codes``, ``scale``, ``zero``).
+    """Planes by short name (``codes``, ``scale``, ``zero``, ``tensor_scale``).
 
-    ``poisoned`` is ``(...)`` bool, one per row of leading dims, for static integer formats: a NaN was met, which no
-    integer code can hold (it is stored as code 0). None for formats that keep poison visible in scale or code.
+    ``poisoned`` is ``(..., tokens)`` bool for static integer formats: a NaN was met, which no integer code can hold
+    (it is stored as code 0). None for formats that keep poison visible in scale or code.
     """
 
     planes: dict[str, Tensor]
@@ -39,58 +42,89 @@ class Encoded:
 
 
 def encode(fmt: TensorFormat, rows: Tensor, static: SideScales | None = None) -> Encoded:
-    """Encode ``rows`` ``(..., heads, dim)`` of any float dtype; ``static`` on the rows' device for static formats."""
+    """Encode ``rows`` ``(..., tokens, heads, dim)`` of any float dtype; ``static`` is on the rows' device."""
     if not fmt.quantized:
         return Encoded({"codes": rows.to(fmt.code_torch_dtype)})
     x = rows.to(torch.float32)
-    if fmt.static:
+    if fmt.kind == "int" and fmt.static:
         return _encode_static(fmt, x, static)
-    shape = x.shape
-    if fmt.granularity == "group":
-        x = x.reshape(*shape[:-1], shape[-1] // fmt.group, fmt.group)
-    if fmt.symmetric:
-        codes, scale, zero = _encode_symmetric(fmt, x)
+    if fmt.kind == "fp8" and fmt.static:
+        return Encoded({"codes": codec_floats.encode_fp8(fmt, x / static_parts(fmt, static)[0])})
+    grouped = to_groups(fmt, x)
+    if fmt.kind == "mx":
+        codes, planes = _encode_mx(grouped)
+    elif fmt.kind == "nv":
+        codes, planes = _encode_nv(grouped, static_parts(fmt, static)[0] if fmt.static else None)
+    elif fmt.symmetric:
+        codes, planes = _encode_symmetric(fmt, grouped)
     else:
-        codes, scale, zero = _encode_asymmetric(fmt, x)
-    found = {"codes": pack(fmt, codes.reshape(shape)), "scale": scale.squeeze(-1)}
-    if zero is not None:
-        found["zero"] = zero.squeeze(-1)
-    return Encoded(found)
+        codes, planes = _encode_asymmetric(fmt, grouped)
+    return Encoded({"codes": pack(fmt, from_groups(fmt, codes, x.shape)), **planes})
 
 
 def decode(
-    fmt: TensorFormat, planes: dict[str, Tensor], static: SideScales | None = None, dtype: torch.dtype = torch.float32
+    fmt: TensorFormat,
+    planes: Mapping[str, Tensor],
+    static: SideScales | None = None,
+    dtype: torch.dtype = torch.float32,
 ) -> Tensor:
-    """Decode planes (short names) to rows ``(..., heads, dim)``: code * scale (+ zero), each step rounded to float32.
+    """Decode planes (short names) to rows ``(..., tokens, heads, dim)``: code * scale (+ zero) in float32.
 
     Any code is accepted, also -2**(b-1), which encoders never emit.
     """
     if not fmt.quantized:
         return planes["codes"].to(dtype)
     x = unpack(fmt, planes["codes"])
-    if fmt.static:
-        scale, zero = _static_parts(fmt, static)
-        x *= scale
-        if zero is not None:
-            x += zero
-        return x.to(dtype)
-    grouped = x.view(*x.shape[:-1], x.shape[-1] // fmt.group, fmt.group) if fmt.granularity == "group" else x
-    grouped *= planes["scale"].to(torch.float32).unsqueeze(-1)
-    if not fmt.symmetric:
-        grouped += planes["zero"].to(torch.float32).unsqueeze(-1)
+    zero: Tensor | None
+    if fmt.kind == "nv":
+        scale = planes["scale"].view(torch.float8_e4m3fn).to(torch.float32)
+        scale = scale * (static_parts(fmt, static)[0] if fmt.static else planes["tensor_scale"].unsqueeze(-1))
+        zero = None
+    elif fmt.kind == "mx":
+        scale, zero = codec_floats.decode_e8m0(planes["scale"]), None
+    elif fmt.static:
+        scale, zero = static_parts(fmt, static)
+    else:
+        scale = planes["scale"].to(torch.float32)
+        zero = None if fmt.symmetric else planes["zero"].to(torch.float32)
+    grouped = x
+    if fmt.granularity in ("group", "block"):
+        grouped = x.view(*x.shape[:-1], x.shape[-1] // fmt.group, fmt.group)
+    elif fmt.granularity == "channel_group":
+        grouped = x.view(*x.shape[:-3], x.shape[-3] // fmt.group, fmt.group, *x.shape[-2:])
+    axis = -3 if fmt.granularity == "channel_group" else -1
+    grouped *= scale if fmt.static and fmt.kind != "nv" else scale.unsqueeze(axis)
+    if zero is not None:
+        grouped += zero if fmt.static else zero.unsqueeze(axis)
     return x.to(dtype)
 
 
-def _encode_symmetric(fmt: TensorFormat, x: Tensor) -> tuple[Tensor, Tensor, None]:
-    qmax = 2.0 ** (fmt.bits - 1) - 1
+def to_groups(fmt: TensorFormat, x: Tensor) -> Tensor:
+    """Rows seen as groups that share a scale, the group's members along the last dim."""
+    if fmt.granularity in ("group", "block"):
+        return x.reshape(*x.shape[:-1], x.shape[-1] // fmt.group, fmt.group)
+    if fmt.granularity == "channel_group":
+        return x.reshape(*x.shape[:-3], x.shape[-3] // fmt.group, fmt.group, *x.shape[-2:]).movedim(-3, -1)
+    return x
+
+
+def from_groups(fmt: TensorFormat, grouped: Tensor, shape: torch.Size) -> Tensor:
+    """The inverse of :func:`to_groups`."""
+    return (grouped.movedim(-1, -3) if fmt.granularity == "channel_group" else grouped).reshape(shape)
+
+
+def _encode_symmetric(fmt: TensorFormat, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    """Symmetric integers and fp8: scale = amax / largest code."""
+    largest = 2.0 ** (fmt.bits - 1) - 1 if fmt.kind == "int" else CODES[fmt.code].largest
     x, poison = _clean(x)
     amax = x.abs().amax(-1, keepdim=True)
-    scale = _cast_scale(amax / torch.full_like(amax, qmax), amax > 0, fmt.scale_torch_dtype)
-    codes = _quotient(x, scale.to(torch.float32)).round_().clamp_(-qmax, qmax)
-    return codes, _poison_scale(scale, poison), None
+    scale = _cast_scale(amax / torch.full_like(amax, largest), amax > 0, fmt.scale_torch_dtype)
+    codes = _quotient(x, scale.to(torch.float32))
+    codes = codes.round_().clamp_(-largest, largest) if fmt.kind == "int" else codec_floats.encode_fp8(fmt, codes)
+    return codes, {"scale": _poison(scale, poison).squeeze(-1)}
 
 
-def _encode_asymmetric(fmt: TensorFormat, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _encode_asymmetric(fmt: TensorFormat, x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     levels = 2.0**fmt.bits - 1
     x, poison = _clean(x)
     low, high = x.aminmax(dim=-1, keepdim=True)
@@ -98,11 +132,37 @@ def _encode_asymmetric(fmt: TensorFormat, x: Tensor) -> tuple[Tensor, Tensor, Te
     spread = high - zero.to(torch.float32)
     scale = _cast_scale(spread / torch.full_like(spread, levels), spread > 0, fmt.scale_torch_dtype)
     codes = _quotient(x - zero.to(torch.float32), scale.to(torch.float32)).round_().clamp_(0, levels)
-    return codes, _poison_scale(scale, poison), zero
+    return codes, {"scale": _poison(scale, poison).squeeze(-1), "zero": zero.squeeze(-1)}
+
+
+def _encode_mx(x: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    x, poison = _clean(x)
+    exponent = codec_floats.mx_exponent(x.abs().amax(-1, keepdim=True))
+    codes = codec_floats.encode_e2m1(x / codec_floats.decode_e8m0(exponent))
+    return codes, {"scale": exponent.masked_fill(poison, codec_floats.E8M0_NAN).squeeze(-1)}
+
+
+def _encode_nv(x: Tensor, tensor_scale: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+    """``x`` ``(..., heads, blocks, 16)``; poison spreads as far as the scale it spoils: token and head, or block."""
+    planes = {}
+    if tensor_scale is None:
+        x, poison = _clean(x, dims=(-2, -1))
+        amax = x.abs().amax((-2, -1), keepdim=True)
+        tensor_scale = _cast_scale(amax / torch.full_like(amax, codec_floats.NVFP4_RANGE), amax > 0, torch.float32)
+        planes["tensor_scale"] = _poison(tensor_scale, poison).squeeze((-2, -1))
+    else:
+        x, poison = _clean(x)
+    amax = x.abs().amax(-1, keepdim=True)
+    block = codec_floats.nv_block_scale(_quotient(amax / torch.full_like(amax, 6.0), tensor_scale))
+    codes = codec_floats.encode_e2m1(_quotient(x, block.to(torch.float32) * tensor_scale))
+    # A token of zeros has no scale to keep the sign of a zero by.
+    codes = codes.masked_fill_(tensor_scale == 0, 0)
+    stored = block.view(torch.uint8).masked_fill(poison, codec_floats.E4M3_NAN)
+    return codes, {"scale": stored.squeeze(-1), **planes}
 
 
 def _encode_static(fmt: TensorFormat, x: Tensor, static: SideScales | None) -> Encoded:
-    scale, zero = _static_parts(fmt, static)
+    scale, zero = static_parts(fmt, static)
     poisoned = x.isnan()
     x = torch.where(x.isinf(), x, x.clamp(-INPUT_LIMIT, INPUT_LIMIT))
     if zero is not None:
@@ -112,7 +172,7 @@ def _encode_static(fmt: TensorFormat, x: Tensor, static: SideScales | None) -> E
     return Encoded({"codes": pack(fmt, codes)}, poisoned.flatten(-2).any(-1))
 
 
-def _static_parts(fmt: TensorFormat, static: SideScales | None) -> tuple[Tensor, Tensor | None]:
+def static_parts(fmt: TensorFormat, static: SideScales | None) -> tuple[Tensor, Tensor | None]:
     """Scale and zero as float32, broadcastable to ``(heads, dim)``."""
     if static is None:
         raise ScaleError(f"format {fmt} needs static scales and none were given")
@@ -123,9 +183,9 @@ def _static_parts(fmt: TensorFormat, static: SideScales | None) -> tuple[Tensor,
     return parts[0], parts[1]
 
 
-def _clean(x: Tensor) -> tuple[Tensor, Tensor]:
-    """(finite values clamped to the input limit, poisoned groups zeroed; which groups (..., 1) were poisoned)."""
-    poison = ~torch.isfinite(x).all(-1, keepdim=True)
+def _clean(x: Tensor, dims: tuple[int, ...] = (-1,)) -> tuple[Tensor, Tensor]:
+    """(finite values clamped to the input limit, poisoned groups zeroed; which groups were poisoned, dims kept)."""
+    poison = ~torch.isfinite(x).all(dims, keepdim=True)
     return x.clamp(-INPUT_LIMIT, INPUT_LIMIT).masked_fill_(poison, 0.0), poison
 
 
@@ -142,7 +202,7 @@ def _quotient(x: Tensor, scale: Tensor) -> Tensor:
     return (x / scale.masked_fill(flat, 1.0)).masked_fill_(flat, 0.0)
 
 
-def _poison_scale(scale: Tensor, poison: Tensor) -> Tensor:
+def _poison(scale: Tensor, poison: Tensor) -> Tensor:
     # torch.nan converts to the positive quiet NaN of each dtype: 0x7FC00000, 0x7FC0, 0x7E00.
     return scale.masked_fill(poison, torch.nan)
 
@@ -163,11 +223,16 @@ def floor_cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def pack(fmt: TensorFormat, codes: Tensor) -> Tensor:
-    """Integer-valued float codes ``(..., dim)`` to the stored plane: low bits first, two's complement."""
+    """Integer-valued float codes ``(..., dim)`` to the stored plane: low bits first.
+
+    Signed integers in two's complement; E2M1 codes have their sign in the top bit already.
+    """
     if fmt.bits == 8:
-        return codes.to(fmt.code_torch_dtype)
+        return codes.to(fmt.code_torch_dtype)  # fp8 codes are bytes already
     per_byte = 8 // fmt.bits
-    fields = codes.to(torch.int16).bitwise_and_((1 << fmt.bits) - 1).reshape(*codes.shape[:-1], -1, per_byte)
+    fields = codes.to(torch.int16).bitwise_and_((1 << fmt.bits) - 1).reshape(
+        *codes.shape[:-1], codes.shape[-1] // per_byte, per_byte
+    )
     packed: Tensor = fields[..., 0].clone()
     for position in range(1, per_byte):
         packed |= fields[..., position] << (position * fmt.bits)
@@ -176,22 +241,28 @@ def pack(fmt: TensorFormat, codes: Tensor) -> Tensor:
 
 def unpack(fmt: TensorFormat, stored: Tensor) -> Tensor:
     """Stored plane ``(..., packed_dim)`` to float32 codes ``(..., dim)``, freshly allocated."""
+    if fmt.kind == "fp8":
+        return stored.view(codec_floats.FP8[fmt.code]).to(torch.float32)
     if fmt.bits == 8:
         return stored.to(torch.float32)
     table = _unpack_table(fmt, stored.device)
     return table[stored.reshape(-1).int()].reshape(*stored.shape[:-1], stored.shape[-1] * table.shape[-1])
 
 
-_tables: dict[tuple[int, bool, str], Tensor] = {}
+_tables: dict[tuple[str, bool, str], Tensor] = {}
 
 
 def _unpack_table(fmt: TensorFormat, device: torch.device) -> Tensor:
     """(256, codes per byte) float32: what each byte decodes to. A look-up beats shifting on CPUs."""
-    key = (fmt.bits, fmt.symmetric, str(device))
+    key = (fmt.code, fmt.symmetric, str(device))
     if key not in _tables:
         byte = torch.arange(256).unsqueeze(-1)
         fields = (byte >> (torch.arange(8 // fmt.bits) * fmt.bits)) & ((1 << fmt.bits) - 1)
-        if fmt.symmetric:
-            fields = torch.where(fields >= 1 << (fmt.bits - 1), fields - (1 << fmt.bits), fields)
-        _tables[key] = fields.to(torch.float32).to(device)
+        if fmt.kind != "int":
+            values = codec_floats.E2M1_VALUES[fields]
+        elif fmt.symmetric:
+            values = torch.where(fields >= 1 << (fmt.bits - 1), fields - (1 << fmt.bits), fields).to(torch.float32)
+        else:
+            values = fields.to(torch.float32)
+        _tables[key] = values.to(device)
     return _tables[key]

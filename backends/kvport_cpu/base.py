@@ -98,6 +98,10 @@ class TorchBackend(Backend):
     def append(self, store: Store, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
         assert isinstance(store, TorchStore)
         page_size = store.layout.page_size
+        if sealed := [str(fmt) for _, fmt, _ in store.sides(layer) if fmt.sealed_only]:
+            raise Unsupported(
+                f"{', '.join(sealed)} pages are encoded whole: seal them from another store, do not append"
+            )
         # A skipped row (-1) lands in slot 0 of the spare page, whose contents nobody reads: no host sync to filter.
         slots = slots.clamp(min=0)
         poisoned: Tensor | None = None
@@ -121,12 +125,17 @@ class TorchBackend(Backend):
         self, source: Store, target: Store, layer: int, source_pages: Sequence[int], target_pages: Sequence[int]
     ) -> None:
         assert isinstance(source, TorchStore)
-        page_size = source.layout.page_size
-        table = torch.tensor(source_pages, device=self.torch_device).unsqueeze(0)
-        key, value = self.gather(source, layer, table, [len(source_pages) * page_size], torch.float32)
-        first = torch.tensor(target_pages, device=self.torch_device) * page_size
-        slots = (first.unsqueeze(-1) + torch.arange(page_size, device=self.torch_device)).flatten()
-        self.append(target, layer, key[0], value[0], slots)
+        assert isinstance(target, TorchStore)
+        old, new = (torch.tensor(ids, device=self.torch_device) for ids in (source_pages, target_pages))
+        poisoned = torch.zeros(new.shape, dtype=torch.bool, device=self.torch_device)
+        for (side, fmt, static), rows in zip(target.sides(layer), self._read(source, layer, old), strict=True):
+            encoded = codec.encode(fmt, rows, static)
+            for name, plane in target.of_side(layer, side).items():
+                plane[new] = encoded.planes[name]
+            if encoded.poisoned is not None:
+                poisoned |= encoded.poisoned.any(-1)
+        if target.poison is not None:
+            target.poison[layer][new] = poisoned.to(torch.uint8)
 
     def plan(self, store: Store, arrays: StepArrays) -> Plan:
         return Plan(arrays, arrays.to(self.torch_device))
@@ -224,7 +233,7 @@ class TorchBackend(Backend):
 
 def _needs_flags(layout: GroupLayout) -> bool:
     # Only a static integer format has nowhere to keep a NaN visible.
-    return layout.format.static
+    return layout.format.key.hides_nan or layout.format.value.hides_nan
 
 
 def _take(
@@ -235,7 +244,8 @@ def _take(
     tensor = storage[name]
     if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device.type != device.type:
         raise InvalidArgument(
-            f"storage {name!r} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; needs {shape} {dtype} on {device}"
+            f"storage {name!r} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; "
+            f"needs {shape} {dtype} on {device}"
         )
     return tensor
 
