@@ -206,17 +206,19 @@ def _inspect(entry: PluginEntry, time_limit: float) -> list[Listing]:
                     rows[row.name], {"type": device.type, "usable": False, "reason": f"{end} while {stage}"}
                 )
             elif device.usable and device.capability is None:
-                rows[row.name] = _with_device(rows[row.name], _tried_apart(row.name, device.type, time_limit))
+                rows[row.name] = _with_device(rows[row.name], _tried_apart(entry, row.name, device.type, time_limit))
     return list(rows.values())
 
 
-def _tried_apart(name: str, device_type: str, time_limit: float) -> dict[str, Any]:
-    end, lines = _run_child({"try": f"{name}@{device_type}"}, time_limit)
+def _tried_apart(entry: PluginEntry, name: str, device_type: str, time_limit: float) -> dict[str, Any]:
+    end, lines = _run_child({"plugin": entry.name, "backend": name, "device": device_type}, time_limit)
+    stage = "starting"
     for line in lines:
+        stage = line.get("stage", stage)
         if "device" in line:
             tried: dict[str, Any] = line["device"]
             return tried
-    return {"type": device_type, "usable": False, "reason": f"{end} while loading {name}@{device_type}"}
+    return {"type": device_type, "usable": False, "reason": f"{end} while {stage}"}
 
 
 def _run_child(request: dict[str, str], time_limit: float) -> tuple[str, list[dict[str, Any]]]:
@@ -396,20 +398,21 @@ class _Child:
         self.file.flush()
 
     def run(self) -> None:
-        if "plugin" in self.request:
-            self.list_plugin(self.request["plugin"])
-        elif "try" in self.request:
-            selection = self.registry.select(self.request["try"])
-            self.say(device=self.tried(selection))
-        else:
+        if "examine" in self.request:
             self.examine(self.request["examine"])
-
-    def list_plugin(self, name: str) -> None:
+            return
+        # Never through Registry.select: it may import other plugins, and one of those may crash.
         self.say(stage="importing the plugin module")
-        outcome = self.registry.plugins.outcome(name)
+        outcome = self.registry.plugins.outcome(self.request["plugin"])
         if not isinstance(outcome, Plugin):
             self.say(failure=outcome.error, traceback=outcome.traceback)
-            return
+        elif "device" not in self.request:
+            self.list_plugin(outcome)
+        else:
+            info = next(info for info in outcome.backends if info.name == self.request["backend"])
+            self.try_device(outcome, info, next(d for d in info.devices if d.type == self.request["device"]))
+
+    def list_plugin(self, outcome: Plugin) -> None:
         self.say(announced=[_announcement(info) for info in outcome.backends])
         announced = [(info, device) for info in outcome.backends for device in info.devices]
         usable: list[tuple[BackendInfo, Device]] = []
@@ -429,16 +432,19 @@ class _Child:
                 },
             )
         if len(announced) == 1 and usable:  # no other device was probed here, so nothing can be in its way
-            self.say(stage=f"loading {info.name}@{device.type}")
-            selection = self.registry.select(f"{info.name}@{device.type}")
-            self.say(backend=info.name, device=self.tried(selection))
+            self.try_device(outcome, *announced[0])
 
-    def tried(self, selection: Selection) -> dict[str, Any]:
+    def try_device(self, plugin: Plugin, info: BackendInfo, device: Device) -> None:
+        self.say(stage=f"loading {info.name}@{device.type}")
+        request = parse_device(f"{info.name}@{device.type}")
         try:
-            return {"type": selection.device.type, "capability": asdict(sample(selection))}
+            probe = probe_device(info, device)
+            found: dict[str, Any] = {
+                "capability": asdict(sample(Selection(request, info, device, plugin.entry, probe)))
+            }
         except Exception as error:
-            reason = str(error) if isinstance(error, KVPortError) else describe(error)
-            return {"type": selection.device.type, "usable": False, "reason": reason}
+            found = {"usable": False, "reason": str(error) if isinstance(error, KVPortError) else describe(error)}
+        self.say(backend=info.name, device={"type": device.type, **found})
 
     def examine(self, text: str) -> None:
         try:

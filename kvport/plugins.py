@@ -88,6 +88,16 @@ def describe(error: BaseException) -> str:
     return f"{name}: {text}" if text else name
 
 
+def _identity(distribution: importlib.metadata.Distribution) -> tuple[str, str]:
+    """Name and version of a distribution; "unknown" for a metadata folder without its METADATA file."""
+    try:
+        # Absent fields are None or a KeyError, by the version of Python.
+        name, version = distribution.metadata["Name"], distribution.metadata["Version"]
+    except (KeyError, TypeError):
+        return "unknown", "unknown"
+    return name or "unknown", version or "unknown"
+
+
 def find_entries() -> list[PluginEntry]:
     """Every entry point of the group, sorted by name and distribution.
 
@@ -99,10 +109,7 @@ def find_entries() -> list[PluginEntry]:
         for point in distribution.entry_points:
             if point.group != GROUP:
                 continue
-            try:
-                name, version = distribution.metadata["Name"], distribution.version
-            except (KeyError, TypeError):  # a metadata folder without its METADATA file
-                name, version = "unknown", "unknown"
+            name, version = _identity(distribution)
             key = (point.name, re.sub(r"[-_.]+", "-", name).lower())
             if key not in found:
                 location = str(distribution.locate_file(""))

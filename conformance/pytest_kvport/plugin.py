@@ -1,0 +1,294 @@
+"""pytest hooks of the conformance suite.
+
+Options. ``--kvport-backend=[backend@]device`` and its sisters exist in every run. The short names (``--backend``,
+``--report``, ...) are added only when the suite was selected, after the initial conftests were loaded, so that a
+project which owns such a name keeps it; an owned ``--backend`` is read instead of ours.
+
+Verdicts. A case passes, fails, is *unsupported* (:func:`pytest_kvport.unsupported`) or is an error. An ordinary skip or
+xfail inside the suite is none of these and counts as an error. A run that was asked for the suite and in which nothing
+passed fails, although pytest would call it a success.
+
+Tests of the suite read ``config.getoption("kvport_backend")`` (and ``kvport_formats``, ``kvport_tier``,
+``kvport_seed``), are marked with ``kvport_chapter(name)``, and put their record into ``item.user_properties`` as
+``("kvport_case", {"id": ..., "chapter": ..., ...})``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import time
+from collections import Counter
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, Final
+
+import pytest
+
+from pytest_kvport import UnsupportedCase, reporting, split_formats
+from pytest_kvport.selection import SUITE, Selected, is_inside_suite, selected
+
+# In an editable install the suite's helper modules would otherwise have bare asserts.
+pytest.register_assert_rewrite(SUITE)
+
+#: (name, argparse settings). Each is registered as --kvport-NAME, and as --NAME where the suite is selected.
+_OPTIONS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
+    ("backend", {"metavar": "[BACKEND@]DEVICE", "help": "what the suite tests, such as cpu, cuda:0 or reference@cuda"}),
+    ("report", {"metavar": "FILE.json", "help": "write the results here, replacing an old file"}),
+    ("formats", {"metavar": "FORMAT,...", "help": "only these cache formats"}),
+    ("chapter", {"metavar": "NAME,...", "help": "only these chapters of the suite"}),
+    ("tier", {"metavar": "NAME", "help": "how much to run; the suite's documentation names the tiers"}),
+    ("seed", {"metavar": "N", "type": int, "default": 0, "help": "seed of the deterministic inputs (default 0)"}),
+)
+
+MARKERS: Final = (
+    "kvport_chapter(name): the chapter of the conformance suite that a test belongs to",
+    "kvport_requires(feature, ...): what a backend must declare for a test to apply",
+)
+
+_SELECTED: Final = pytest.StashKey[Selected]()
+_OWNED_BACKEND: Final = pytest.StashKey[bool]()
+_RUN: Final = pytest.StashKey["_Run"]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("kvport", "kvport conformance")
+    for name, settings in _OPTIONS:
+        group.addoption(f"--kvport-{name}", dest=f"kvport_{name}", **settings)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Parser) -> Generator[None]:
+    yield  # conftests first: what they own stays theirs
+    known = early_config.known_args_namespace
+    chosen = selected(
+        known.file_or_dir,
+        pyargs=known.pyargs,
+        testpaths=early_config.getini("testpaths"),
+        invocation_dir=early_config.invocation_params.dir,
+        rootpath=early_config.rootpath,
+    )
+    early_config.stash[_SELECTED] = chosen
+    if not chosen.suite:
+        return
+    group = parser.getgroup("kvport", "kvport conformance")
+    for name, settings in _OPTIONS:
+        settings = {**settings, "help": f"short for --kvport-{name}, which every pytest run has"}
+        try:
+            group.addoption(f"--{name}", dest=f"kvport_{name}", **settings)
+        except (ValueError, argparse.ArgumentError):
+            if name == "backend":
+                early_config.stash[_OWNED_BACKEND] = True
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    for marker in MARKERS:
+        config.addinivalue_line("markers", marker)
+    chosen = config.stash.get(_SELECTED, Selected(suite=False, named=False))
+    if config.stash.get(_OWNED_BACKEND, False) and config.option.kvport_backend is None:
+        owned = config.getoption("--backend")
+        config.option.kvport_backend = owned if isinstance(owned, str) else None
+    informing = ("help", "version", "markers", "show_fixtures", "show_fixtures_per_test")
+    if not chosen.suite or any(getattr(config.option, name, False) for name in informing):
+        return
+    if hasattr(config, "workerinput"):  # an xdist worker: its controller has examined the backend, and reports
+        return
+    if path := config.option.kvport_report:
+        if reason := reporting.unwritable(Path(path)):
+            raise pytest.UsageError(f"--report={path}: {reason}")
+        config.option.kvport_report = str(Path(path).absolute())
+    _check_formats(config.option.kvport_formats)
+    run = _Run(config, chosen, _examine(config.option.kvport_backend))
+    config.stash[_RUN] = run
+    config.pluginmanager.register(run, "kvport-run")
+
+
+def _check_formats(text: str | None) -> None:
+    if text is None:
+        return
+    from kvport.errors import FormatError
+    from kvport.formats import CacheFormat
+
+    for item in split_formats(text):
+        try:
+            CacheFormat.parse(item)
+        except FormatError as error:
+            raise pytest.UsageError(f"--formats={text}: {error}") from None
+
+
+def _examine(backend: str | None) -> dict[str, Any]:
+    """Load the backend once in a child process, where it may crash or hang; its reason ends the run."""
+    from kvport import inspection
+    from kvport.errors import KVPortError
+
+    try:
+        if backend is None:
+            names = ", ".join(f"{row.name} ({row.distribution})" for row in inspection.list_backends(probe=False))
+            raise pytest.UsageError(
+                "the kvport conformance suite was selected without a backend: add --backend=[BACKEND@]DEVICE, for "
+                f"example --backend=cpu (or --kvport-backend, where --backend is taken); installed: {names or 'none'}"
+            )
+        return inspection.examine(backend).to_json()
+    except KVPortError as error:
+        raise pytest.UsageError(f"--backend={backend}: {error}") from None
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keep only the chapters asked for. A chapter that no collected test has is a mistake, not an empty success."""
+    if not config.option.kvport_chapter:
+        return
+    wanted = {name.strip() for name in config.option.kvport_chapter.split(",") if name.strip()}
+    chapters = {
+        item: {str(marker.args[0]) for marker in item.iter_markers("kvport_chapter") if marker.args}
+        for item in items
+        if is_inside_suite(item.path.resolve())
+    }
+    known = set().union(*chapters.values())
+    if chapters and (unknown := wanted - known):
+        raise pytest.UsageError(
+            f"--chapter: no collected test is of {', '.join(sorted(unknown))}; there are: {', '.join(sorted(known))}"
+        )
+    dropped = [item for item, names in chapters.items() if not names & wanted]
+    if dropped:
+        config.hook.pytest_deselected(items=dropped)
+        items[:] = [item for item in items if item not in set(dropped)]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """In the process that ran the test: say what kind of result it is, in attributes that survive xdist."""
+    made = yield
+    if not is_inside_suite(item.path.resolve()):
+        return made
+    made.user_properties = [
+        (key, reporting.plain(value) if key == reporting.CASE_KEY else value) for key, value in made.user_properties
+    ]
+    outcome: reporting.Outcome = "pass"
+    reason = ""
+    raised = call.excinfo
+    if raised is not None and raised.errisinstance(UnsupportedCase):
+        outcome, reason = "unsupported", str(raised.value)
+    elif made.skipped or hasattr(made, "wasxfail"):
+        why = getattr(made, "wasxfail", "") or (raised.value if raised is not None else "")
+        outcome = "error"
+        reason = f"skip and xfail are no results of this suite, use pytest_kvport.unsupported(reason): {why}"
+        made.outcome, made.longrepr = "failed", reason
+        if hasattr(made, "wasxfail"):
+            del made.wasxfail
+    elif made.failed:
+        outcome = "fail" if call.when == "call" else "error"
+        reason = raised.exconly(tryshort=True) if raised is not None else str(made.longrepr)
+    made.kvport_outcome, made.kvport_reason = outcome, reason  # type: ignore[attr-defined]
+    return made
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_report_teststatus(report: pytest.TestReport | pytest.CollectReport) -> tuple[str, str, str] | None:
+    if getattr(report, "kvport_outcome", "") == "unsupported":
+        return "unsupported", "u", "UNSUPPORTED"
+    return None
+
+
+class _Run:
+    """One run of the suite, in the process that reports it: gathers the results, judges, writes."""
+
+    def __init__(self, config: pytest.Config, chosen: Selected, examination: dict[str, Any]) -> None:
+        self.config, self.chosen, self.examination = config, chosen, examination
+        self.began = time.monotonic()
+        self.results = reporting.Results()
+        self.unsupported: Counter[str] = Counter()
+        self.phases: dict[str, list[Any]] = {}
+        self.verdict = ""
+
+    def pytest_report_header(self) -> str:
+        found, capability = self.examination, self.examination["capability"]
+        native = sum(how == "native" for how in capability["operations"].values())
+        return (
+            f"kvport backend: {found['name']} ({found['distribution']} {found['version']}) on {found['device']}, "
+            f"execution {capability['execution']}, {native} of {len(capability['operations'])} operations native"
+        )
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        if report.when not in ("setup", "call", "teardown"):  # xdist's word for "the worker died in this test"
+            self._file(report.nodeid, [*self.phases.pop(report.nodeid, []), report])
+        elif hasattr(report, "kvport_outcome"):
+            self.phases.setdefault(report.nodeid, []).append(report)
+            if report.when == "teardown":
+                self._file(report.nodeid, self.phases.pop(report.nodeid))
+
+    def _file(self, nodeid: str, phases: list[Any]) -> None:
+        # A failure outranks an error around it, both outrank a decline; passing takes a call that ran to its end.
+        found: list[tuple[reporting.Outcome, str]] = [
+            (getattr(phase, "kvport_outcome", "error"), getattr(phase, "kvport_reason", str(phase.longrepr)))
+            for phase in phases
+        ]
+        ranking: tuple[reporting.Outcome, ...] = ("fail", "error", "unsupported", "pass")
+        outcome = min((outcome for outcome, _ in found), key=ranking.index)
+        reason = next(reason for kind, reason in found if kind == outcome)
+        if outcome == "pass" and not any(phase.when == "call" for phase in phases):
+            outcome, reason = "error", "the test did not run to its end"
+        if outcome == "unsupported":
+            self.unsupported[reason] += 1
+        records = [value for key, value in phases[-1].user_properties if key == reporting.CASE_KEY] or [
+            value for key, value in phases[0].user_properties if key == reporting.CASE_KEY
+        ]
+        self.results.add(nodeid, records, outcome, sum(phase.duration for phase in phases), reason)
+
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if self.config.option.collectonly:
+            return
+        for nodeid in list(self.phases):  # interrupted
+            self._file(nodeid, self.phases.pop(nodeid))
+        if exitstatus == pytest.ExitCode.OK:
+            counts = self.results.counts()
+            if not counts["pass"] and (self.chosen.named or self.results.cases):
+                self.verdict = "the conformance suite was selected, but none of its cases passed"
+            elif self.results.duplicates:
+                names = ", ".join(sorted(set(self.results.duplicates))[:5])
+                self.verdict = f"{len(self.results.duplicates)} results share a case id with another: {names}"
+            if self.verdict:
+                session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        if path := self.config.option.kvport_report:
+            reporting.write(Path(path), self._report(int(session.exitstatus)))
+
+    def _report(self, exit_status: int) -> dict[str, Any]:
+        option = self.config.option
+        environment = reporting.environment()
+        found = {key: value for key, value in self.examination.items() if key != "capability"}
+        capability = {key: value for key, value in self.examination["capability"].items() if key != "formats"}
+        return {
+            "schema_version": reporting.SCHEMA_VERSION,
+            "suite_version": getattr(importlib.import_module(SUITE), "SUITE_VERSION", None),
+            "kvport": environment["packages"].get("kvport"),
+            "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+            "backend": {**found, **capability},
+            "environment": environment,
+            "run": {
+                "command": ["pytest", *self.config.invocation_params.args],
+                "seed": option.kvport_seed,
+                "formats": split_formats(option.kvport_formats) if option.kvport_formats else None,
+                "chapter": option.kvport_chapter,
+                "tier": option.kvport_tier,
+                "exit_status": exit_status,
+                "verdict": self.verdict,
+                "seconds": round(time.monotonic() - self.began, 3),
+            },
+            "counts": self.results.counts(),
+            "cases": [self.results.cases[identity] for identity in sorted(self.results.cases)],
+        }
+
+    def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
+        if self.config.option.collectonly:
+            return
+        terminalreporter.section("kvport conformance")
+        counts = ", ".join(f"{count} {outcome}" for outcome, count in self.results.counts().items())
+        terminalreporter.line(f"{self.examination['name']} on {self.examination['device']}: {counts}")
+        for reason, count in self.unsupported.most_common(20):
+            terminalreporter.line(f"unsupported {count} x: {reason}")
+        if self.verdict:
+            terminalreporter.line(f"FAILED: {self.verdict}", red=True)
+        if path := self.config.option.kvport_report:
+            terminalreporter.line(f"report: {path}")

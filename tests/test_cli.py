@@ -1,0 +1,137 @@
+"""The ``kvport`` command: its table of subcommands, its exit statuses, and ``kvport backends``."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvport import cli
+from kvport.cli import COMMANDS, Command, main
+from kvport.commands import backends
+from kvport.errors import BackendUnavailable
+
+PLUGINS = Path(__file__).parent / "plugins"
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
+def test_every_row_of_the_table_has_its_module(command: Command, capsys: pytest.CaptureFixture[str]) -> None:
+    module = importlib.import_module(command.module)
+    assert callable(module.configure)
+    assert callable(module.run)
+    with pytest.raises(SystemExit) as caught:
+        main([command.name, "--help"])
+    assert caught.value.code == 0
+    assert f"usage: kvport {command.name}" in capsys.readouterr().out
+
+
+def test_only_the_chosen_subcommand_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli, "COMMANDS", (*COMMANDS, Command("absent", "kvport.commands.no_such_module", "never")))
+    with pytest.raises(SystemExit) as caught:
+        main(["backends", "--help"])
+    assert caught.value.code == 0
+    with pytest.raises(ModuleNotFoundError):
+        main(["absent"])
+
+
+@pytest.mark.parametrize("arguments", [[], ["no-such-command"], ["backends", "--no-such-option"]])
+def test_wrong_usage_is_exit_2(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+    assert "usage: kvport" in capsys.readouterr().err
+
+
+def test_an_error_of_kvports_own_is_one_line_and_exit_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(args: argparse.Namespace) -> int:
+        raise BackendUnavailable("the chip is on fire")
+
+    monkeypatch.setattr(backends, "run", run)
+    assert main(["backends"]) == 1
+    assert capsys.readouterr().err == "kvport backends: error: the chip is on fire\n"
+
+
+def _run(*arguments: str, plugins: tuple[str, ...] = (), **environ: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([*(str(PLUGINS / name) for name in plugins), os.environ.get("PYTHONPATH", "")])
+    return subprocess.run(
+        [sys.executable, "-m", "kvport", *arguments],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": path.rstrip(os.pathsep), **environ},
+    )
+
+
+def test_version() -> None:
+    done = _run("--version")
+    assert done.returncode == 0
+    assert done.stdout.startswith("kvport 0.")
+
+
+def test_backends_as_json() -> None:
+    done = _run("backends", "--json", plugins=("raising", "importerror"))
+    assert done.returncode == 0, done.stderr
+    listing = json.loads(done.stdout)
+    assert listing["schema_version"] == 1
+    rows = {row["name"]: row for row in listing["backends"]}
+    assert rows["reference"]["usable"]
+    (cpu,) = [device for device in rows["reference"]["devices"] if device["type"] == "cpu"]
+    assert cpu["capability"]["execution"] == "hardware"
+    assert {"int8", "int4:g64"} <= {a["format"] for a in cpu["capability"]["formats"] if not a["reasons"]}
+    assert set(cpu["capability"]["operations"].values()) == {"native"}
+    assert "device 0 fell off the bus" in rows["raising"]["devices"][0]["reason"]
+    assert "No module named 'vendor_sdk'" in rows["importerror"]["error"]
+    assert "importerror_plugin.py" in rows["importerror"]["traceback"]
+
+
+def test_backends_as_text() -> None:
+    done = _run("backends", "--no-probe", plugins=("good", "importerror"))
+    assert done.returncode == 0, done.stderr
+    for text in (
+        "reference  (kvport ",
+        "good  (kvport-test-good 1.0, module good_plugin, in ",
+        "  a made-up chip",
+        "goodchip        not probed",
+        "only by name, as good@slowchip",
+        "not loaded      ImportError: No module named 'vendor_sdk'",
+    ):
+        assert text in done.stdout
+    assert done.stderr == ""
+
+
+def test_text_of_a_capability(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(PLUGINS / "good")
+    monkeypatch.setenv("KVPORT_PLUGINS", "good")
+    assert main(["backends"]) == 0
+    text = capsys.readouterr().out
+    for line in (
+        "goodchip        usable, 2 device(s); driver 1.2",
+        "execution     hardware, tensors on torch device cpu",
+        "refuses       int2:g32:asym:scale=fp16: int2 is not in this chip, nearest is int4",
+        "features      lse, prefill",
+        "memory        attend grows with the history for fp32, bf16",
+        "inherited     page_bytes, allocate",
+        "not loaded      not allowed by KVPORT_PLUGINS='good'",
+    ):
+        assert line in text
+
+
+def test_strict_listing_fails_where_a_plugin_does() -> None:
+    done = _run("backends", "--no-probe", plugins=("importerror",), KVPORT_STRICT_PLUGINS="1")
+    assert done.returncode == 1
+    assert "No module named 'vendor_sdk'" in done.stdout + done.stderr
+
+
+def test_a_list_with_a_wrong_name_is_an_error() -> None:
+    done = _run("backends", KVPORT_DISABLE_PLUGINS="refrence")
+    assert done.returncode == 1
+    assert "KVPORT_DISABLE_PLUGINS='refrence' names 'refrence', which no installed plugin has" in done.stderr
+    assert "Traceback" not in done.stderr
