@@ -159,10 +159,11 @@ class Backend(ABC):
         """Every tensor whose bytes depend on the page count, nothing hidden: their bytes are page_bytes * pages."""
 
     @abstractmethod
-    def append(self, store: Store, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
+    def append(self, store: Store, layer: int, key: Tensor, value: Tensor | None, slots: Tensor) -> None:
         """Quantize and scatter K and V in one pass.
 
-        ``key`` ``(T, kv_heads, D)``, ``value`` ``(T, kv_heads, E)``: float, any strides. ``slots`` ``(T,)`` int64 on
+        ``key`` ``(T, kv_heads, D)``, ``value`` ``(T, kv_heads, E)``: float, any strides; ``value`` is None for latent
+        layers, whose V is the first E channels of K. ``slots`` ``(T,)`` int64 on
         the device: page * P + offset, unique, -1 to skip the row.
         """
 

@@ -25,6 +25,7 @@ from kvport.image import PageImage, export_sequence, import_sequence
 from kvport.layout import CacheLayout
 from kvport.pages import SPARE, PagePool
 from kvport.prefix import PrefixIndex, PrefixStats
+from kvport.rotation import unrotate
 from kvport.scales import LayerScales, resolve_scales, scales_digest
 from kvport.sequences import Sequence
 from kvport.step import Step, read_ids
@@ -270,7 +271,7 @@ class PagedCache:
                 raise KVPortError(f"page counts of pool {lane} are wrong for pages {wrong}: a fault of kvport")
         found = []
         for number, (members, store) in enumerate(zip(self._lanes, self._stores, strict=True)):
-            if not (members.layout.format.key.hides_nan or members.layout.format.value.hides_nan):
+            if not any(side.format.hides_nan for side in members.layout.sides):
                 continue
             flags = self.backend.poisoned(store)
             layers = self.layout.groups[members.group].layers
@@ -398,6 +399,11 @@ class PagedCache:
             for dense, far in zip((key, value), gather(tiers.far), strict=True):
                 for s, span in enumerate(spans):
                     dense[s, span.head : span.sealed] = far[s, span.head : span.sealed]
+        members = self.layout.groups[group].layout
+        if members.format.rotate is not None:
+            key = unrotate(key, members.format.rotate, members.rotated_dim).to(key.dtype)
+            if members.latent:
+                value = key[..., : members.value_dim]
         for s, span in enumerate(spans):
             if span.start:  # these columns point at the spare page, whose bytes mean nothing
                 key[s, : span.start] = 0

@@ -49,7 +49,7 @@ def encode(fmt: TensorFormat, rows: Tensor, static: SideScales | None = None) ->
     if fmt.kind == "int" and fmt.static:
         return _encode_static(fmt, x, static)
     if fmt.kind == "fp8" and fmt.static:
-        return Encoded({"codes": codec_floats.encode_fp8(fmt, x / static_parts(fmt, static)[0])})
+        return Encoded({"codes": codec_floats.encode_fp8(fmt, _limit(x) / static_parts(fmt, static)[0])})
     grouped = to_groups(fmt, x)
     if fmt.kind == "mx":
         codes, planes = _encode_mx(grouped)
@@ -164,7 +164,7 @@ def _encode_nv(x: Tensor, tensor_scale: Tensor | None) -> tuple[Tensor, dict[str
 def _encode_static(fmt: TensorFormat, x: Tensor, static: SideScales | None) -> Encoded:
     scale, zero = static_parts(fmt, static)
     poisoned = x.isnan()
-    x = torch.where(x.isinf(), x, x.clamp(-INPUT_LIMIT, INPUT_LIMIT))
+    x = _limit(x)
     if zero is not None:
         x = x - zero
     low, high = (-(2.0 ** (fmt.bits - 1) - 1), 2.0 ** (fmt.bits - 1) - 1) if fmt.symmetric else (0.0, 2.0**fmt.bits - 1)
@@ -181,6 +181,11 @@ def static_parts(fmt: TensorFormat, static: SideScales | None) -> tuple[Tensor, 
         parts = [None if part is None else part.unsqueeze(-1) for part in parts]
     assert parts[0] is not None
     return parts[0], parts[1]
+
+
+def _limit(x: Tensor) -> Tensor:
+    """Finite values clamped to the input limit; infinities stay, to saturate whatever the scale."""
+    return torch.where(x.isinf(), x, x.clamp(-INPUT_LIMIT, INPUT_LIMIT))
 
 
 def _clean(x: Tensor, dims: tuple[int, ...] = (-1,)) -> tuple[Tensor, Tensor]:
@@ -230,8 +235,10 @@ def pack(fmt: TensorFormat, codes: Tensor) -> Tensor:
     if fmt.bits == 8:
         return codes.to(fmt.code_torch_dtype)  # fp8 codes are bytes already
     per_byte = 8 // fmt.bits
-    fields = codes.to(torch.int16).bitwise_and_((1 << fmt.bits) - 1).reshape(
-        *codes.shape[:-1], codes.shape[-1] // per_byte, per_byte
+    fields = (
+        codes.to(torch.int16)
+        .bitwise_and_((1 << fmt.bits) - 1)
+        .reshape(*codes.shape[:-1], codes.shape[-1] // per_byte, per_byte)
     )
     packed: Tensor = fields[..., 0].clone()
     for position in range(1, per_byte):

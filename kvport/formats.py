@@ -6,9 +6,10 @@ format print alike (``int8`` and ``int8:token``).
 
 Grammar::
 
-    format  = sides {"," tier}  |  preset
+    format  = sides {"," tier} [",rotate=" seed]  |  preset
     sides   = tensor                      the same for K and V
             | "k=" tensor ",v=" tensor
+            | "latent=" tensor ",rope=" tensor      for latent (MLA) layers
     tensor  = code [":" granularity] [":asym"] [":static"] [":scale=" dtype]
     code    = fp32 | fp16 | bf16 | int8 | int4 | int2 | fp8_e4m3 | fp8_e5m2 | mxfp4 | nvfp4
     granularity = token | gN | cN | head | tensor | channel (default token)
@@ -20,7 +21,8 @@ Grammar::
 head and channel over N tokens, encoded when a whole page seals; ``tensor``, ``head`` and ``channel`` (one per KV head
 and channel) are static: their scales are given or calibrated beforehand. ``mxfp4`` and ``nvfp4`` bring their own
 block scales. ``sink`` first and ``recent`` last tokens stay in the model's dtype, or in the one named
-(:mod:`kvport.tiers` has the exact rule).
+(:mod:`kvport.tiers` has the exact rule). ``rotate`` stores K behind a seeded Hadamard rotation
+(:mod:`kvport.rotation`).
 """
 
 from __future__ import annotations
@@ -260,6 +262,8 @@ class CacheFormat:
 
     ``sink`` first and ``recent`` last tokens are kept in ``near``, a float or per-token format; None stands for the
     model's own dtype. A format whose K or V is sealed only (cN) has a near tier for the open page even without them.
+    ``rope``, where given, is the format of a latent (MLA) layer's rotary part; ``key`` and ``value`` are then both
+    the latent part's. ``rotate`` is the seed of a Hadamard rotation of K, None for none.
     """
 
     key: TensorFormat
@@ -267,8 +271,14 @@ class CacheFormat:
     sink: int = 0
     recent: int = 0
     near: TensorFormat | None = None
+    rope: TensorFormat | None = None
+    rotate: int | None = None
 
     def __post_init__(self) -> None:
+        if self.rope is not None and (self.key != self.value or self.rope.static):
+            raise FormatError("a latent format has one latent part for K and V, and a rope part without static scales")
+        if self.rotate is not None and not (self.key.quantized and 0 <= self.rotate < 2**32):
+            raise FormatError(f"rotate={self.rotate} needs a quantized K and a seed in 0 .. 2**32 - 1")
         for name in ("sink", "recent"):
             count = getattr(self, name)
             if not isinstance(count, int) or isinstance(count, bool) or count < 0:
@@ -280,7 +290,7 @@ class CacheFormat:
                 raise FormatError(
                     f"recent tokens are kept in a float or a per-token format such as bf16 or fp8_e4m3, not {self.near}"
                 )
-        if self.tiered and not self.key.quantized and not self.value.quantized:
+        if self.tiered and not any(side.quantized for side in (self.key, self.value, self.rope) if side is not None):
             raise FormatError(f"{self.key} pages are full precision already: sink= and recent= have nothing to keep")
 
     @classmethod
@@ -292,14 +302,15 @@ class CacheFormat:
             raise FormatError(f"a format is a string such as 'int8' or a CacheFormat, not {type(text).__name__}")
         sides: dict[str, TensorFormat] = {}
         tiers: dict[str, int] = {}
+        rotate: int | None = None
         near: TensorFormat | None = None
         for part in PRESETS.get(text.strip(), text).split(","):
             name, equals, rest = part.strip().partition("=")
             if not equals or ":" in name:
                 name, rest = "", part
-            if name in sides or name in tiers:
+            if name in sides or name in tiers or (name == "rotate" and rotate is not None):
                 raise FormatError(f"format {text!r} gives {name + '=' if name else 'its code'} twice")
-            if name in ("", "k", "v"):
+            if name in ("", "k", "v", "latent", "rope"):
                 sides[name] = TensorFormat.parse(rest)
             elif name in ("sink", "recent"):
                 count, colon, code = rest.partition(":")
@@ -309,24 +320,32 @@ class CacheFormat:
                         f"{part!r} in format {text!r}: the tier's own code is given once, as recent=N:CODE"
                     )
                 near = TensorFormat.parse(code) if colon else near
+            elif name == "rotate":
+                rotate = _read_count(text, name, rest)
             else:
                 raise FormatError(
-                    f"cannot read {part!r} in format {text!r}; write 'CODE...' or 'k=CODE...,v=CODE...', then sink=N, "
-                    "recent=N"
+                    f"cannot read {part!r} in format {text!r}; write 'CODE...', 'k=CODE...,v=CODE...' or "
+                    "'latent=CODE...,rope=CODE...', then sink=N, recent=N, rotate=SEED"
                 )
-        if set(sides) not in ({""}, {"k", "v"}):
-            raise FormatError(f"format {text!r} needs either one code for K and V, or both k= and v=")
-        key, value = sides.get("k", sides.get("")), sides.get("v", sides.get(""))
-        assert key is not None
-        assert value is not None
-        return cls(key, value, tiers.get("sink", 0), tiers.get("recent", 0), near)
+        if set(sides) not in ({""}, {"k", "v"}, {"latent", "rope"}):
+            raise FormatError(
+                f"format {text!r} needs one code for K and V, or both k= and v=, or both latent= and rope="
+            )
+        names = {"": ("", ""), "k": ("k", "v"), "latent": ("latent", "latent")}[next(iter(sorted(sides)))]
+        key, value = (sides[name] for name in names)
+        return cls(key, value, tiers.get("sink", 0), tiers.get("recent", 0), near, sides.get("rope"), rotate)
 
     def __str__(self) -> str:
-        parts = [str(self.key)] if self.key == self.value else [f"k={self.key}", f"v={self.value}"]
+        if self.rope is not None:
+            parts = [f"latent={self.key}", f"rope={self.rope}"]
+        else:
+            parts = [str(self.key)] if self.key == self.value else [f"k={self.key}", f"v={self.value}"]
         if self.sink:
             parts.append(f"sink={self.sink}")
         if self.recent or self.near is not None:
             parts.append(f"recent={self.recent}" + ("" if self.near is None else f":{self.near}"))
+        if self.rotate is not None:
+            parts.append(f"rotate={self.rotate}")
         return ",".join(parts)
 
     @property
@@ -337,11 +356,12 @@ class CacheFormat:
     @property
     def tiered(self) -> bool:
         """True where some tokens are kept in a near tier: sink, recent, or the open page of a cN format."""
-        return bool(self.sink or self.recent or self.key.sealed_only or self.value.sealed_only)
+        sealed_only = any(side.sealed_only for side in (self.key, self.value, self.rope) if side is not None)
+        return bool(self.sink or self.recent or sealed_only)
 
     def far(self) -> CacheFormat:
-        """The format of sealed pages alone, without tiers."""
-        return CacheFormat(self.key, self.value)
+        """The format of sealed pages alone: no tiers, and no rotation, which is done before rows reach a page."""
+        return CacheFormat(self.key, self.value, rope=self.rope)
 
     def identity(self) -> str:
         """Versioned canonical JSON: equal for equal formats, whatever their spelling. Stored in page images."""
@@ -352,6 +372,8 @@ class CacheFormat:
             "sink": self.sink,
             "recent": self.recent,
             "near": None if self.near is None else _record(self.near),
+            "rope": None if self.rope is None else _record(self.rope),
+            "rotate": self.rotate,
         }
         return json.dumps(record, sort_keys=True, separators=(",", ":"))
 

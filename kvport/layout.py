@@ -17,6 +17,7 @@ import torch
 
 from kvport.errors import LayoutError
 from kvport.formats import CODES, DTYPES, CacheFormat, TensorFormat
+from kvport.rotation import rotation_size
 
 #: The one page size that every first-party backend takes in every phase.
 DEFAULT_PAGE_SIZE: Final = 128
@@ -41,8 +42,17 @@ class Plane:
         return count * self.dtype.itemsize
 
 
+@dataclass(frozen=True)
+class Side:
+    """One stored part of a token: ``key`` and ``value``, or ``latent`` and ``rope`` of a latent (MLA) layer."""
+
+    name: str
+    format: TensorFormat
+    dim: int
+
+
 def planes(side: str, fmt: TensorFormat, heads: int, dim: int, page_size: int) -> tuple[Plane, ...]:
-    """The arrays that hold one page of K (``side="key"``) or V (``side="value"``) of one layer.
+    """The arrays that hold one page of one :class:`Side` of one layer.
 
     Codes are ``(page_size, heads, packed_dim)``. Scales computed at append are ``(page_size, heads)`` per token,
     ``(page_size, heads, groups)`` per group and ``(page_size / N, heads, dim)`` for cN, zeros likewise; static scales
@@ -74,7 +84,9 @@ class LayerSpec:
 
     ``window`` is the sliding window in tokens (position p sees p-window < j <= p), None for full attention.
     ``format`` overrides the cache's format for this layer. ``shares`` names an earlier layer whose K/V this layer
-    reads instead of storing its own.
+    reads instead of storing its own. ``latent`` is multi-head latent attention with absorbed projections: K is the
+    latent vector of ``value_dim`` channels followed by ``key_dim - value_dim`` rotary channels, V is the latent part,
+    stored once (DeepSeek-V2, 2024; 512 + 64 there).
     """
 
     kv_heads: int
@@ -84,6 +96,7 @@ class LayerSpec:
     window: int | None = None
     format: CacheFormat | None = None
     shares: int | None = None
+    latent: bool = False
 
     def __post_init__(self) -> None:
         for name in ("kv_heads", "query_heads", "key_dim", "value_dim"):
@@ -94,6 +107,11 @@ class LayerSpec:
             raise LayoutError(f"query_heads {self.query_heads} is not a multiple of kv_heads {self.kv_heads}")
         if self.window is not None and (not isinstance(self.window, int) or self.window < 1):
             raise LayoutError(f"window must be a positive number of tokens or None, got {self.window!r}")
+        if self.latent and (self.kv_heads != 1 or self.key_dim <= self.value_dim):
+            raise LayoutError(
+                f"a latent layer has kv_heads 1 and key_dim = latent + rope > value_dim = latent; got kv_heads "
+                f"{self.kv_heads}, key_dim {self.key_dim}, value_dim {self.value_dim}"
+            )
 
 
 @dataclass(frozen=True)
@@ -113,15 +131,23 @@ class GroupLayout:
     page_size: int
     window: int | None = None
     dtype: torch.dtype = torch.float32
+    latent: bool = False
 
     def __post_init__(self) -> None:
         if not isinstance(self.page_size, int) or isinstance(self.page_size, bool) or self.page_size < 1:
             raise LayoutError(f"page_size must be a positive number of tokens, got {self.page_size!r}")
         if self.dtype not in DTYPES.values():
             raise LayoutError(f"dtype must be torch.float32, bfloat16 or float16, got {self.dtype}")
-        for side, fmt, dim in (("K", self.format.key, self.key_dim), ("V", self.format.value, self.value_dim)):
-            if misfits := fmt.misfits(dim, self.page_size):
-                raise LayoutError(f"format {self.format} does not fit {side}: " + "; ".join(misfits))
+        if self.latent != (self.format.rope is not None):
+            raise LayoutError(
+                f"format {self.format} and latent={self.latent} do not go together: latent layers take "
+                "'latent=CODE,rope=CODE', other layers 'CODE' or 'k=CODE,v=CODE'"
+            )
+        for side in self.sides:
+            if misfits := side.format.misfits(side.dim, self.page_size):
+                raise LayoutError(f"format {self.format} does not fit the {side.name}: " + "; ".join(misfits))
+        if self.format.rotate is not None:
+            rotation_size(self.rotated_dim)
 
     @property
     def group_size(self) -> int:
@@ -129,10 +155,27 @@ class GroupLayout:
         return self.query_heads // self.kv_heads
 
     @property
+    def sides(self) -> tuple[Side, ...]:
+        """What is stored of a token: K and V, or the latent and rope parts that K consists of."""
+        if self.format.rope is not None:
+            return (
+                Side("latent", self.format.key, self.value_dim),
+                Side("rope", self.format.rope, self.key_dim - self.value_dim),
+            )
+        return Side("key", self.format.key, self.key_dim), Side("value", self.format.value, self.value_dim)
+
+    @property
+    def rotated_dim(self) -> int:
+        """Leading channels of K that a rotation turns: all of them, or the latent part (never MLA's rope part)."""
+        return self.value_dim if self.latent else self.key_dim
+
+    @property
     def planes(self) -> tuple[Plane, ...]:
         """The arrays of one page of one layer, K first: the canonical page image."""
-        return planes("key", self.format.key, self.kv_heads, self.key_dim, self.page_size) + planes(
-            "value", self.format.value, self.kv_heads, self.value_dim, self.page_size
+        return tuple(
+            plane
+            for side in self.sides
+            for plane in planes(side.name, side.format, self.kv_heads, side.dim, self.page_size)
         )
 
     @property
@@ -211,6 +254,7 @@ class CacheLayout:
                 page_size=self.page_size,
                 window=spec.window,
                 dtype=self.dtype,
+                latent=spec.latent,
             )
             members.setdefault(layout, []).append(index)
         return tuple(Group(replace(layout, layers=len(indices)), tuple(indices)) for layout, indices in members.items())

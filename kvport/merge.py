@@ -12,11 +12,13 @@ def merge(partials: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None = None
     """One attention from partials over disjoint tokens.
 
     ``partials``: float32 output ``(tokens, query_heads, value_dim)`` and natural-log LSE ``(tokens, query_heads)``.
-    ``sinks`` ``(query_heads,)`` logits count once, with value 0. Rows that saw nothing give zeros and -inf.
+    ``sinks`` ``(query_heads,)`` logits count once, with value 0. Rows that saw nothing give zeros and -inf, sinks or
+    not.
     """
     parts = [lse for _, lse in partials]
     if sinks is not None:
-        parts.append(sinks.to(parts[0]).expand_as(parts[0]))
+        saw_nothing = torch.stack(parts).amax(0) == -torch.inf
+        parts.append(sinks.to(parts[0]).expand_as(parts[0]).masked_fill(saw_nothing, -torch.inf))
     stacked = torch.stack(parts)
     lse = torch.logsumexp(stacked, 0)
     # A row that saw nothing has LSE -inf, and its weights would be exp(-inf - -inf).

@@ -36,7 +36,7 @@ class SideScales:
 
 @dataclass(frozen=True)
 class LayerScales:
-    """Scales of one layer; a side whose format is not static is None."""
+    """Scales of one layer; a side whose format is not static is None. A latent layer's ``key`` is its latent part."""
 
     key: SideScales | None = None
     value: SideScales | None = None
@@ -88,10 +88,13 @@ def _resolve_layer(group: Group, layer: int, given: LayerScales) -> LayerScales:
     if not isinstance(given, LayerScales):
         raise ScaleError(f"scales of layer {layer} must be a LayerScales, got {type(given).__name__}")
     layout = group.layout
-    return LayerScales(
-        _resolve_side(f"layer {layer} K", layout.format.key, layout.kv_heads, layout.key_dim, given.key),
-        _resolve_side(f"layer {layer} V", layout.format.value, layout.kv_heads, layout.value_dim, given.value),
-    )
+    first, second = layout.sides
+    key = _resolve_side(f"layer {layer} K", first.format, layout.kv_heads, first.dim, given.key)
+    if layout.latent:
+        if given.value is not None:
+            raise ScaleError(f"layer {layer} V: a latent layer's V is its K's latent part; give scales for key alone")
+        return LayerScales(key)
+    return LayerScales(key, _resolve_side(f"layer {layer} V", second.format, layout.kv_heads, second.dim, given.value))
 
 
 def _resolve_side(where: str, fmt: TensorFormat, heads: int, dim: int, given: SideScales | None) -> SideScales | None:

@@ -26,6 +26,7 @@ from kvport.errors import IncompleteStep, InvalidArgument, SequenceError, StepEr
 from kvport.formats import DTYPES
 from kvport.layout import GroupLayout, LayerSpec
 from kvport.merge import merge
+from kvport.rotation import rotate, unrotate
 from kvport.sequences import Sequence
 from kvport.tiers import Tiers
 
@@ -209,11 +210,12 @@ class Step:
 
     # -- body ----------------------------------------------------------------------------------------------------
 
-    def append(self, layer: int, key: Tensor, value: Tensor) -> None:
+    def append(self, layer: int, key: Tensor, value: Tensor | None = None) -> None:
         """Quantize and store this step's K and V of one layer, once.
 
         ``key`` ``(tokens, kv_heads, key_dim)``, ``value`` ``(tokens, kv_heads, value_dim)``, packed in the order of
-        :attr:`rows`; fp16, bf16 or fp32, any strides, on the cache's device.
+        :attr:`rows`; fp16, bf16 or fp32, any strides, on the cache's device. A latent (MLA) layer takes no value: it
+        is the latent part of the key.
         """
         spec, group, local = self._locate(layer)
         if spec.shares is not None:
@@ -221,7 +223,13 @@ class Step:
         if layer in self._appended:
             raise StepError(f"layer {layer} was already appended in this step")
         self._check_tensor("key", key, (self.tokens, spec.kv_heads, spec.key_dim))
-        self._check_tensor("value", value, (self.tokens, spec.kv_heads, spec.value_dim))
+        if spec.latent and value is not None:
+            raise InvalidArgument(f"layer {layer} is latent: its V is the latent part of its K, pass value=None")
+        if not spec.latent:
+            self._check_tensor("value", value, (self.tokens, spec.kv_heads, spec.value_dim))
+        fmt = self._cache.layout.groups[group].layout.format
+        if fmt.rotate is not None:
+            key = rotate(key, fmt.rotate, self._cache.layout.groups[group].layout.rotated_dim)
         if self.tokens:
             store = self._cache._stores[self._cache._tiers[group].near]
             self._cache.backend.append(store, local, key, value, self._groups[group].slots)
@@ -258,6 +266,19 @@ class Step:
         self._check_features(
             group, window=spec.window is not None, softcap=softcap is not None, sinks=sinks is not None
         )
+        layout = self._cache.layout.groups[group].layout
+        if layout.format.rotate is not None:
+            query = rotate(query, layout.format.rotate, layout.rotated_dim).to(query.dtype)
+        found = self._attend(group, local, query, scale=scale, softcap=softcap, sinks=sinks)
+        if layout.format.rotate is not None and layout.latent:  # V is the rotated latent part
+            output = unrotate(found.output, layout.format.rotate, layout.rotated_dim).to(query.dtype)
+            return Attention(output, found.lse)
+        return found
+
+    def _attend(
+        self, group: int, local: int, query: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None
+    ) -> Attention:
+        """Attend every range of the group and merge."""
         backend, stores, plans = self._cache.backend, self._cache._stores, self._groups[group].plans
         if len(plans) == 1:
             [(lane, plan)] = plans
@@ -372,7 +393,7 @@ class Step:
         group, local = self._cache._locate(layer)
         return self._cache.layout.layers[layer], group, local
 
-    def _check_tensor(self, name: str, tensor: Tensor, shape: tuple[int, ...]) -> None:
+    def _check_tensor(self, name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
         if not isinstance(tensor, Tensor):
             raise InvalidArgument(f"{name} must be a torch tensor, got {type(tensor).__name__}")
         if tuple(tensor.shape) != shape:

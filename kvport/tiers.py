@@ -67,7 +67,8 @@ def make_lanes(layout: CacheLayout) -> tuple[tuple[Lane, ...], tuple[Tiers, ...]
         if fmt.tiered:
             near = len(lanes)
             code = fmt.near or TensorFormat(dtype_name(layout.dtype))
-            lanes.append(Lane(number, replace(group.layout, format=CacheFormat(code, code))))
+            near_format = CacheFormat(code, code, rope=code if group.layout.latent else None)
+            lanes.append(Lane(number, replace(group.layout, format=near_format)))
         tiers.append(Tiers(number, near, fmt.sink, fmt.recent))
     return tuple(lanes), tuple(tiers)
 

@@ -132,7 +132,8 @@ class _Softmax:
             self.out += _weigh_non_finite(weights, value, seen)
 
     def add_sink(self, logits: Tensor) -> None:
-        """One column of value 0 and these logits ``(heads, rows)``."""
+        """One column of value 0 and these logits ``(heads, rows)``, for the rows that saw anything."""
+        logits = logits.masked_fill(self.top == -math.inf, -math.inf)
         weights, shrink = self._rescale(logits, logits.unsqueeze(-1))
         self.total = self.total * shrink + weights.squeeze(-1)
         self.out *= shrink.unsqueeze(-1)

@@ -40,11 +40,9 @@ class TorchStore(Store):
         self.planes, self.scales, self.poison = planes, scales, poison
 
     def sides(self, layer: int) -> tuple[tuple[str, TensorFormat, SideScales | None], ...]:
-        """(name, format, static scales) of K and of V."""
-        return (
-            ("key", self.layout.format.key, self.scales[layer].key),
-            ("value", self.layout.format.value, self.scales[layer].value),
-        )
+        """(name, format, static scales) of what is stored: K and V, or the latent and rope parts."""
+        static = (self.scales[layer].key, self.scales[layer].value)
+        return tuple((s.name, s.format, scales) for s, scales in zip(self.layout.sides, static, strict=True))
 
     def of_side(self, layer: int, side: str) -> dict[str, Tensor]:
         """Planes of one side of one layer by short name ("codes", "scale", "zero"), each ``(pages, P, ...)``."""
@@ -95,7 +93,7 @@ class TorchBackend(Backend):
         assert isinstance(store, TorchStore)
         return store.planes if store.poison is None else {**store.planes, POISON: store.poison}
 
-    def append(self, store: Store, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
+    def append(self, store: Store, layer: int, key: Tensor, value: Tensor | None, slots: Tensor) -> None:
         assert isinstance(store, TorchStore)
         page_size = store.layout.page_size
         if sealed := [str(fmt) for _, fmt, _ in store.sides(layer) if fmt.sealed_only]:
@@ -105,7 +103,7 @@ class TorchBackend(Backend):
         # A skipped row (-1) lands in slot 0 of the spare page, whose contents nobody reads: no host sync to filter.
         slots = slots.clamp(min=0)
         poisoned: Tensor | None = None
-        for (side, fmt, static), rows in zip(store.sides(layer), (key, value), strict=True):
+        for (side, fmt, static), rows in zip(store.sides(layer), _rows(store.layout, key, value), strict=True):
             encoded = codec.encode(fmt, rows, static)
             for name, plane in store.of_side(layer, side).items():
                 plane.flatten(0, 1)[slots] = encoded.planes[name]
@@ -128,7 +126,8 @@ class TorchBackend(Backend):
         assert isinstance(target, TorchStore)
         old, new = (torch.tensor(ids, device=self.torch_device) for ids in (source_pages, target_pages))
         poisoned = torch.zeros(new.shape, dtype=torch.bool, device=self.torch_device)
-        for (side, fmt, static), rows in zip(target.sides(layer), self._read(source, layer, old), strict=True):
+        stored = _rows(target.layout, *self._read(source, layer, old))
+        for (side, fmt, static), rows in zip(target.sides(layer), stored, strict=True):
             encoded = codec.encode(fmt, rows, static)
             for name, plane in target.of_side(layer, side).items():
                 plane[new] = encoded.planes[name]
@@ -228,12 +227,22 @@ class TorchBackend(Backend):
         for side, fmt, static in store.sides(layer):
             planes = {name: plane.index_select(0, pages) for name, plane in store.of_side(layer, side).items()}
             found.append(codec.decode(fmt, planes, static))
+        if store.layout.latent:
+            return torch.cat(found, -1), found[0]
         return found[0], found[1]
 
 
 def _needs_flags(layout: GroupLayout) -> bool:
     # Only a static integer format has nowhere to keep a NaN visible.
-    return layout.format.key.hides_nan or layout.format.value.hides_nan
+    return any(side.format.hides_nan for side in layout.sides)
+
+
+def _rows(layout: GroupLayout, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The rows of each stored side: K and V, or the latent and rope parts of K."""
+    if layout.latent:
+        return key[..., : layout.value_dim], key[..., layout.value_dim :]
+    assert value is not None
+    return key, value
 
 
 def _take(
