@@ -28,7 +28,7 @@ from kvport.prefix import PrefixIndex, PrefixStats
 from kvport.rotation import unrotate
 from kvport.scales import LayerScales, resolve_scales, scales_digest
 from kvport.sequences import Sequence
-from kvport.step import Step, read_ids
+from kvport.step import Fresh, Step, read_ids
 from kvport.tiers import Lane, canonical_bytes, make_lanes
 
 FINGERPRINT_VERSION = 1
@@ -173,15 +173,19 @@ class PagedCache:
             sequence._ids = known[: sequence._length]
         return sequence
 
-    def step(self, tokens: Mapping[Sequence, int | SequenceOf[int]]) -> Step:
+    def step(self, tokens: Mapping[Sequence, int | SequenceOf[int]], *, fresh: Fresh = "stored") -> Step:
         """Begin a step: ``{sequence: n}`` or ``{sequence: token ids}``. Token ids make full pages findable by
         :meth:`match`.
+
+        With ``fresh="exact"`` this step's own tokens are attended unquantized (they are stored quantized all the
+        same), as engines do that prefill from the float K and V at hand. Outputs then depend on how tokens were
+        split into steps.
 
         Raises :class:`OutOfPages` (nothing changed) where the pools cannot hold it.
         """
         self._open("step")
         self._outside_step("begin a step")
-        self._step = Step(self, tokens)
+        self._step = Step(self, tokens, fresh)
         return self._step
 
     def gather(self, sequence: Sequence, layer: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:

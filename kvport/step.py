@@ -14,13 +14,14 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvport.attention import Read, attend_sequence
 from kvport.backend import Plan, StepArrays
 from kvport.errors import IncompleteStep, InvalidArgument, SequenceError, StepError, Unsupported
 from kvport.formats import DTYPES
@@ -32,6 +33,8 @@ from kvport.tiers import Tiers
 
 if TYPE_CHECKING:
     from kvport.cache import PagedCache
+
+Fresh = Literal["stored", "exact"]
 
 
 class Attention(NamedTuple):
@@ -57,11 +60,18 @@ class Step:
     """Made by :meth:`PagedCache.step`; use it in a ``with`` block, or call :meth:`commit` / :meth:`rollback`.
 
     Rows of packed tensors follow the order of the mapping given to ``step``: ``rows[sequence]`` is the slice that
-    belongs to a sequence.
+    belongs to a sequence. ``fresh`` says how attend reads the step's own tokens: ``"stored"``, as they were encoded,
+    or ``"exact"``, unquantized, with everything before them as stored.
     """
 
-    def __init__(self, cache: PagedCache, tokens: Mapping[Sequence, int | SequenceOf[int]]) -> None:
+    def __init__(
+        self, cache: PagedCache, tokens: Mapping[Sequence, int | SequenceOf[int]], fresh: Fresh = "stored"
+    ) -> None:
+        if fresh not in ("stored", "exact"):
+            raise InvalidArgument(f"fresh must be 'stored' or 'exact', got {fresh!r}")
         self._cache = cache
+        self.fresh = fresh
+        self._exact: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, this step's K and V where fresh is "exact"
         self._sequences, self._counts, self._ids = _read_tokens(cache, tokens)
         starts = [0, *accumulate(self._counts)]
         self.rows = {s: slice(a, b) for s, (a, b) in zip(self._sequences, pairwise(starts), strict=True)}
@@ -194,7 +204,8 @@ class Step:
         far: list[tuple[int, int]] = []
         tail: list[tuple[int, int]] = []
         for s, (sequence, count) in enumerate(zip(self._sequences, self._counts, strict=True)):
-            start, end = sequence._passed[group] * size, sequence.length + count
+            start = sequence._passed[group] * size
+            end = sequence.length + (count if self.fresh == "stored" else 0)
             kept = max(start, tiers.head_pages(sequence._pin, size) * size)
             sealed = self._sealed[s][group]
             if sealed > kept:
@@ -206,7 +217,11 @@ class Step:
                 far.append((start, start))
                 tail.append((start, end))
         found = [(tiers.near, head), (tiers.far, far)] if tiers.tiered else []
-        return [(lane, r) for lane, r in found if any(a < b for a, b in r)] + [(tiers.near, tail)]
+        ranges = [(lane, r) for lane, r in found if any(a < b for a, b in r)]
+        # Without exact fresh tokens the tail is never empty, and keeps the plan that a format without tiers needs.
+        if self.fresh == "stored" or not self.tokens or any(a < b for a, b in tail):
+            ranges.append((tiers.near, tail))
+        return ranges
 
     # -- body ----------------------------------------------------------------------------------------------------
 
@@ -233,6 +248,8 @@ class Step:
         if self.tokens:
             store = self._cache._stores[self._cache._tiers[group].near]
             self._cache.backend.append(store, local, key, value, self._groups[group].slots)
+        if self.fresh == "exact":
+            self._exact[layer] = (key, key[..., : spec.value_dim] if value is None else value)
         self._appended.add(layer)
 
     def attend(
@@ -269,18 +286,27 @@ class Step:
         layout = self._cache.layout.groups[group].layout
         if layout.format.rotate is not None:
             query = rotate(query, layout.format.rotate, layout.rotated_dim).to(query.dtype)
-        found = self._attend(group, local, query, scale=scale, softcap=softcap, sinks=sinks)
+        exact = self._exact.get(owner)
+        found = self._attend(group, local, query, exact, scale=scale, softcap=softcap, sinks=sinks)
         if layout.format.rotate is not None and layout.latent:  # V is the rotated latent part
             output = unrotate(found.output, layout.format.rotate, layout.rotated_dim).to(query.dtype)
             return Attention(output, found.lse)
         return found
 
     def _attend(
-        self, group: int, local: int, query: Tensor, *, scale: float, softcap: float | None, sinks: Tensor | None
+        self,
+        group: int,
+        local: int,
+        query: Tensor,
+        exact: tuple[Tensor, Tensor] | None,
+        *,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
     ) -> Attention:
-        """Attend every range of the group and merge."""
+        """Attend every range of the group, and the step's own tokens where they are exact, and merge."""
         backend, stores, plans = self._cache.backend, self._cache._stores, self._groups[group].plans
-        if len(plans) == 1:
+        if len(plans) == 1 and (exact is None or not self.tokens):
             [(lane, plan)] = plans
             return Attention(
                 *backend.attend(stores[lane], local, query, plan, scale=scale, softcap=softcap, sinks=sinks)
@@ -289,8 +315,35 @@ class Step:
             backend.attend(stores[lane], local, query, plan, scale=scale, softcap=softcap, partial=True)
             for lane, plan in plans
         ]
+        if exact is not None and self.tokens:
+            partials.append(self._attend_exact(group, query, *exact, scale=scale, softcap=softcap))
         out, lse = merge(partials, sinks)
         return Attention(out.to(query.dtype), lse)
+
+    def _attend_exact(
+        self, group: int, query: Tensor, key: Tensor, value: Tensor, *, scale: float, softcap: float | None
+    ) -> tuple[Tensor, Tensor]:
+        """Each sequence's queries over its own rows of this step's K and V, in float32."""
+        layout = self._cache.layout.groups[group].layout
+        found = [
+            attend_sequence(
+                _reader(key[rows], value[rows]),
+                query[rows],
+                kv_heads=layout.kv_heads,
+                value_dim=layout.value_dim,
+                page_size=1,
+                query_position=0,
+                kv_start=0,
+                length=rows.stop - rows.start,
+                window=layout.window,
+                scale=scale,
+                softcap=softcap,
+                sinks=None,
+            )
+            for rows in self.rows.values()
+            if rows.stop > rows.start
+        ]
+        return torch.cat([out for out, _ in found]), torch.cat([lse for _, lse in found])
 
     def gather(self, layer: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """Decode a layer's whole history, this step's tokens included, to dense tensors.
@@ -453,6 +506,11 @@ def read_ids(given: object) -> list[int]:
     except (TypeError, ValueError, RuntimeError):
         pass
     raise InvalidArgument(f"token ids are a 1-d run of integers, or give their number; got {given!r:.80}")
+
+
+def _reader(key: Tensor, value: Tensor) -> Read:
+    """Rows read as pages of one token."""
+    return lambda first, last: (key[first:last, None].float(), value[first:last, None].float())
 
 
 def _table(pages: list[list[int]]) -> NDArray[np.int32]:

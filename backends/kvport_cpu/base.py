@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 
 from kvport import codec
+from kvport.attention import Read, attend_sequence
 from kvport.backend import Backend, Plan, StepArrays, Store, Support
 from kvport.errors import InvalidArgument, Unsupported
 from kvport.formats import TensorFormat
 from kvport.layout import GroupLayout
 from kvport.scales import LayerScales, SideScales
-from kvport_cpu.attention import Read, attend_sequence
 
 POISON = "poison"  # the name of the flag buffer beside the planes
 

@@ -1,4 +1,6 @@
-"""Attention of one sequence over its pages in float32: a softmax that walks the pages a few at a time.
+"""Attention of one sequence over pages in float32: a softmax that walks the pages a few at a time.
+
+The reference backend attends with it over decoded pages, a step with ``fresh="exact"`` over its own K and V.
 
 Memory does not grow with the context: at most :data:`CHUNK_TOKENS` decoded tokens and :data:`QUERY_ROWS` query rows
 are alive at once. The running maximum, sum and weighted values are merged chunk by chunk (Milakov and Gimelshein,
