@@ -86,6 +86,7 @@ class Step:
         self._retained: list[tuple[int, int]] = []  # (lane, page): references added besides taken pages
         self._dropped: list[tuple[int, int]] = []  # (lane, page): references to release at commit
         self._seals: list[tuple[int, int, int]] = []  # (group, near page, far page)
+        self._rewritten: list[tuple[int, int]] = []  # (group, near page): open pages that take more tokens in place
         self._groups = self._begin(starts)
         self._open = True
 
@@ -166,6 +167,8 @@ class Step:
                 self._dropped.append((tiers.near, pages[-1]))
                 pages[-1] = next(fresh)
                 target.append(pages[-1])
+            elif count and sequence.length % cache.layout.page_size:
+                self._rewritten.append((group, pages[-1]))
             more = -(-(sequence.length + count) // cache.layout.page_size) - len(pages)
             pages += [next(fresh) for _ in range(more)]
             if tiers.tiered:
@@ -380,6 +383,9 @@ class Step:
             sequence._sealed = self._sealed[s]
         for lane, page in self._dropped:
             cache._pools[lane].release([page])
+        for group, near in self._rewritten:
+            # A sibling may have sealed the page before this sequence was truncated into it: not these tokens.
+            cache._forget_seal(group, near)
         for group, near, far in self._seals:
             cache._remember_seal(group, near, far)
         for group, members in enumerate(cache.layout.groups):
