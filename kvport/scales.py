@@ -131,7 +131,8 @@ def _resolve_side(where: str, fmt: TensorFormat, heads: int, dim: int, given: Si
 
 def _read(where: str, part: str, given: object, shape: tuple[int, ...], fmt: TensorFormat) -> Tensor:
     try:
-        tensor = torch.as_tensor(given).detach().to("cpu", torch.float32)
+        # A copy: whoever keeps the given tensor must not be able to change the scale under the codes.
+        tensor = torch.as_tensor(given).detach().to("cpu", torch.float32, copy=True)
     except (TypeError, ValueError, RuntimeError) as error:
         raise ScaleError(f"{where}: cannot read the {part} as numbers: {error}") from error
     if shape == () and tensor.numel() == 1:
