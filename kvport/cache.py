@@ -157,11 +157,15 @@ class PagedCache:
         """
         self._open("match a prefix in")
         self._outside_step("match a prefix")
+        known = read_ids(ids)
         sequence = self._new_sequence()
         if pin:
-            sequence.pin(pin)
+            try:
+                sequence.pin(pin)
+            except BaseException:
+                sequence.free()
+                raise
         if self.share_prefixes:
-            known = read_ids(ids)
             recent = max(tiers.recent for tiers in self._tiers)
             found = self.prefix.match(known, max(0, len(known) - recent), pin)
             for pool, held in zip(self._pools, found.pages, strict=True):
