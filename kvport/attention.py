@@ -10,7 +10,8 @@ are alive at once. The running maximum, sum and weighted values are merged chunk
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor
@@ -44,24 +45,39 @@ def attend_sequence(
     Row r sees stored positions j with kv_start <= j < length, j <= query_position + r and, with a window, j >
     query_position + r - window. Returns float32 output ``(rows, query_heads, E)`` and LSE ``(rows, query_heads)``.
     """
-    outputs = [
-        _attend_rows(
-            read,
-            query[begin : begin + QUERY_ROWS],
-            kv_heads=kv_heads,
-            value_dim=value_dim,
-            page_size=page_size,
-            query_position=query_position + begin,
-            kv_start=kv_start,
-            length=length,
-            window=window,
-            scale=scale,
-            softcap=softcap,
-            sinks=sinks,
-        )
-        for begin in range(0, query.shape[0], QUERY_ROWS)
-    ]
+    with _ieee_products():
+        outputs = [
+            _attend_rows(
+                read,
+                query[begin : begin + QUERY_ROWS],
+                kv_heads=kv_heads,
+                value_dim=value_dim,
+                page_size=page_size,
+                query_position=query_position + begin,
+                kv_start=kv_start,
+                length=length,
+                window=window,
+                scale=scale,
+                softcap=softcap,
+                sinks=sinks,
+            )
+            for begin in range(0, query.shape[0], QUERY_ROWS)
+        ]
     return torch.cat([out for out, _ in outputs]), torch.cat([lse for _, lse in outputs])
+
+
+@contextmanager
+def _ieee_products() -> Iterator[None]:
+    """float32 products in float32, whatever the process allows elsewhere (TF32 on GPUs, bfloat16 on CPUs)."""
+    before = torch.get_float32_matmul_precision()
+    if before == "highest":
+        yield
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 def _attend_rows(

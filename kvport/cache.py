@@ -18,8 +18,17 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvport.backend import Backend, Execution, Support, operations
-from kvport.errors import ClosedError, InvalidArgument, KVPortError, OutOfPages, SequenceError, StepError, Unsupported
+from kvport.backend import Backend, Execution, Store, Support, operations
+from kvport.errors import (
+    ClosedError,
+    InvalidArgument,
+    KVPortError,
+    OutOfMemory,
+    OutOfPages,
+    SequenceError,
+    StepError,
+    Unsupported,
+)
 from kvport.formats import dtype_name
 from kvport.image import PageImage, export_sequence, import_sequence
 from kvport.layout import CacheLayout
@@ -122,11 +131,18 @@ class PagedCache:
         if len(pages) != len(self._lanes):
             raise InvalidArgument(f"pages has {len(pages)} counts, the cache has {len(self._lanes)} pools of pages")
         self._pools = [PagePool(count) for count in pages]
-        self._stores = [
-            backend.allocate(lane.layout, count, scales=resolved[lane.group] if lane.layout.format.static else None)
-            for lane, count in zip(self._lanes, pages, strict=True)
-        ]
         self._page_bytes = [backend.page_bytes(lane.layout) for lane in self._lanes]
+        self._stores: list[Store] = []
+        for lane, count, size in zip(self._lanes, pages, self._page_bytes, strict=True):
+            scales_of_lane = resolved[lane.group] if lane.layout.format.static else None
+            try:
+                self._stores.append(backend.allocate(lane.layout, count, scales=scales_of_lane))
+            except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError on CPUs, a subclass on GPUs
+                self._stores.clear()
+                raise OutOfMemory(
+                    f"{backend.device} could not allocate {count} {lane.layout.format} pages of {size:,} bytes "
+                    f"({count * size / 2**30:.2f} GiB); open with fewer tokens or pages. It said: {error}"
+                ) from error
         self.prefix = PrefixIndex(self.fingerprint, layout.page_size, self._pools, self._lanes)
         # By group: near page -> the far page it was sealed into, while other sequences still hold the near one.
         self._sealed_as: list[dict[int, int]] = [{} for _ in layout.groups]

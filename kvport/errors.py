@@ -12,6 +12,7 @@
     │   ├── UnknownBackend               no plugin of that name, or none claims that device
     │   ├── BackendUnavailable           the plugin is there, its device or library is not
     │   └── PluginConflict               two plugins with one name, or a tie in priority
+    ├── OutOfMemory                      the device has no room for the pages asked for
     ├── OutOfPages                       the pool cannot hold the step; nothing changed
     ├── StepError                        the rules of a step were broken
     │   └── IncompleteStep               a layer was not appended; the step was rolled back
@@ -71,6 +72,10 @@ class BackendUnavailable(BackendError):
 
 class PluginConflict(BackendError):
     """Two plugins claim one name, or tie for one device."""
+
+
+class OutOfMemory(KVPortError):
+    """The device could not allocate the pages that were asked for at open."""
 
 
 class OutOfPages(KVPortError):

@@ -278,6 +278,7 @@ def _check_sharing(layers: tuple[LayerSpec, ...], index: int, spec: LayerSpec) -
         raise LayoutError(
             f"layer {index} shares layer {spec.shares}; it must name an earlier layer that stores its own K/V"
         )
-    owner = layers[spec.shares]
-    if replace(spec, shares=None, query_heads=owner.query_heads) != owner:
-        raise LayoutError(f"layer {index} shares layer {spec.shares} but differs from it in more than query_heads")
+    if replace(spec, shares=None) != layers[spec.shares]:
+        raise LayoutError(
+            f"layer {index} shares layer {spec.shares} but differs from it: {spec} and {layers[spec.shares]}"
+        )
