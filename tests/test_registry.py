@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
+import inspect
 import os
+import re
 import subprocess
 import sys
 import threading
+import tomllib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +18,9 @@ from typing import Any
 import pytest
 
 from kvport import inspection, plugins, registry
+from kvport.backend import operations
 from kvport.errors import BackendUnavailable, InvalidArgument, KVPortError, PluginConflict, UnknownBackend
-from kvport.hookspecs import SUPPORTED_APIS, Device, Probe
+from kvport.hookspecs import SUPPORTED_APIS, Device, Hooks, Probe
 from kvport.plugins import LoadFailure, Plugin
 from kvport.registry import DeviceString, Registry, load_backend, parse_device
 
@@ -493,3 +498,44 @@ def test_every_plugin_of_the_folder_is_used_here() -> None:
     text = Path(spec.origin).read_text(encoding="utf-8")
     for folder in PLUGINS.iterdir():
         assert f'"{folder.name}"' in text, folder.name
+
+
+# --- documentation ---------------------------------------------------------------------------------------------------
+
+DOCUMENT = (Path(__file__).parent.parent / "docs" / "plugins.md").read_text(encoding="utf-8")
+
+
+def test_the_documented_plugin_works(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    project, announcement, work = re.findall(
+        r"^```(?:toml|python)\n(.*?)^```", DOCUMENT, flags=re.DOTALL | re.MULTILINE
+    )
+    described = tomllib.loads(project)["project"]
+    ((name, module),) = described["entry-points"]["kvport"].items()
+    metadata = tmp_path / "acme_kvport-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {described['name']}\nVersion: 1.0\n")
+    (metadata / "entry_points.txt").write_text(f"[kvport]\n{name} = {module}\n")
+    (tmp_path / module).mkdir()
+    (tmp_path / module / "__init__.py").write_text(announcement)
+    (tmp_path / module / "backend.py").write_text(work)
+    monkeypatch.syspath_prepend(tmp_path)
+    found = install()
+    for key in ("acme_kvport", "acme_kvport.backend"):
+        monkeypatch.delitem(sys.modules, key, raising=False)
+    backend = found.load("acme:0")
+    assert (backend.name, backend.device, backend.torch_device.type) == ("acme", "acme:0", "cpu")
+    assert set(operations(backend).values()) == {"inherited"}
+    with pytest.raises(BackendUnavailable, match="index 1 is out of range"):
+        found.load("acme@acme:1")
+
+
+def test_every_hook_field_and_variable_is_documented() -> None:
+    for name, hook in vars(Hooks).items():
+        if name.startswith("kvport_"):
+            arguments = ", ".join(list(inspect.signature(hook).parameters)[1:])
+            assert f"`{name}({arguments})`" in DOCUMENT
+    for record in (registry.BackendInfo, Device, Probe):
+        for field in dataclasses.fields(record):
+            assert re.search(rf"`{field.name}[`(]", DOCUMENT), field.name
+    for variable in re.findall(r"KVPORT_[A-Z_]+", Path(plugins.__file__).read_text(encoding="utf-8")):
+        assert f"`{variable}=" in DOCUMENT
