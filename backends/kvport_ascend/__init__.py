@@ -2,7 +2,7 @@
 
 ``npu`` and ``npu:0`` drive a device. ``ascend@cpu`` runs the same code on emulated operators (documented rules and
 arithmetic on CPU tensors), and says ``emulated`` wherever results are reported. Importing this package imports
-neither torch nor torch_npu.
+no torch_npu, and announces names only.
 """
 
 from __future__ import annotations

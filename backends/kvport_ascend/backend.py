@@ -26,6 +26,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -110,21 +111,32 @@ class Routes:
 class AscendBackend(TorchBackend):
     """Pages for one NPU, or for the emulated operators on the CPU.
 
-    ``soc`` is the chip family whose rules hold. Inherited from the torch base class: gather, copy_pages and
-    poisoned, which work on this store through :meth:`_read` and :meth:`buffers`.
+    ``soc`` is the chip family whose rules hold, ``numeric`` the emulator's arithmetic. Inherited from the torch base
+    class: gather, copy_pages and poisoned, which work on this store through :meth:`_read` and :meth:`buffers`.
     """
 
     name: ClassVar[str] = "ascend"
 
-    def __init__(self, device: str, torch_device: torch.device, soc: Soc, facts: Mapping[str, str]) -> None:
+    def __init__(
+        self, device: str, torch_device: torch.device, soc: Soc, facts: Mapping[str, str], numeric: str = "planes"
+    ) -> None:
         super().__init__(device, torch_device)
         self.execution = "emulated" if torch_device.type == "cpu" else "hardware"
         self.soc = soc
         self._facts = dict(facts)
+        self._numeric = numeric
         self._mask: Tensor | None = None
 
     def facts(self) -> dict[str, str]:
         return dict(self._facts)
+
+    def _operators(self) -> AbstractContextManager[None]:
+        """Where operators are called: emulated ones answer as this backend's chip, several of which may be open."""
+        if self.execution == "hardware":
+            return nullcontext()
+        from kvport_ascend import emulator
+
+        return emulator.settings(soc=self.soc.name, numeric=self._numeric)
 
     def synchronize(self) -> None:
         if self.torch_device.type != "cpu":
@@ -188,8 +200,12 @@ class AscendBackend(TorchBackend):
                     found[f"{name}_antiquant_offset"] = offset.to(self.torch_device)
         return found
 
-    def append(self, store: Store, layer: int, key: Tensor, value: Tensor, slots: Tensor) -> None:
+    def append(self, store: Store, layer: int, key: Tensor, value: Tensor | None, slots: Tensor) -> None:
         assert isinstance(store, AscendStore)
+        if value is None:
+            raise Unsupported(
+                f"backend {self.name}: append without a value; latent (MLA) layouts are not supported here"
+            )
         if slots.numel() == 0:
             return
         page_size = store.layout.page_size
@@ -199,17 +215,18 @@ class AscendBackend(TorchBackend):
         sides = store.sides(layer)
         encoded = [codec.encode(fmt, rows, static) for (_, fmt, static), rows in zip(sides, (key, value), strict=True)]
         codes = [_native_codes(fmt, e.planes["codes"]) for (_, fmt, _), e in zip(sides, encoded, strict=True)]
-        torch.ops.npu.npu_scatter_pa_kv_cache(
-            codes[0].contiguous(),
-            codes[1].contiguous(),
-            store.planes["key.codes"][layer],
-            store.planes["value.codes"][layer],
-            slots,
-            cache_mode="Norm",
-        )
-        for (side, _, _), e in zip(sides, encoded, strict=True):
-            if "scale" in e.planes:
-                self._scatter_scales(store.planes[f"{side}.scale"][layer], e.planes["scale"], slots, page_size)
+        with self._operators():
+            torch.ops.npu.npu_scatter_pa_kv_cache(
+                codes[0].contiguous(),
+                codes[1].contiguous(),
+                store.planes["key.codes"][layer],
+                store.planes["value.codes"][layer],
+                slots,
+                cache_mode="Norm",
+            )
+            for (side, _, _), e in zip(sides, encoded, strict=True):
+                if "scale" in e.planes:
+                    self._scatter_scales(store.planes[f"{side}.scale"][layer], e.planes["scale"], slots, page_size)
         if store.poison is not None:
             marks = [e.poisoned for e in encoded if e.poisoned is not None]
             _mark_poison(store.poison[layer], torch.stack(marks).any(0), slots, page_size)
@@ -333,13 +350,14 @@ class AscendBackend(TorchBackend):
         if routes.empty:
             out.zero_()
             lse.fill_(-math.inf)
-        if routes.decode is not None:
-            rows = slice(None) if routes.decode.rows is None else routes.decode.rows
-            out_rows, lse_rows = self._decode(store, layer, query[rows], routes.decode, scale)
-            out[rows], lse[rows] = out_rows.to(out_dtype), lse_rows
-        for batch in self._dense_batches(layout, routes.dense):
-            for where, out_rows, lse_rows in self._dense(store, layer, query, batch, scale):
-                out[where], lse[where] = out_rows.to(out_dtype), lse_rows
+        with self._operators():
+            if routes.decode is not None:
+                rows = slice(None) if routes.decode.rows is None else routes.decode.rows
+                out_rows, lse_rows = self._decode(store, layer, query[rows], routes.decode, scale)
+                out[rows], lse[rows] = out_rows.to(out_dtype), lse_rows
+            for batch in self._dense_batches(layout, routes.dense):
+                for where, out_rows, lse_rows in self._dense(store, layer, query, batch, scale):
+                    out[where], lse[where] = out_rows.to(out_dtype), lse_rows
         return out, lse
 
     def _decode(
@@ -467,7 +485,7 @@ def _buffers(layout: GroupLayout, pages: int) -> dict[str, tuple[tuple[int, ...]
         elif dtype == torch.uint8:
             dtype = torch.int8
         found[plane.name] = ((layout.layers, pages, *shape), dtype)
-    if layout.format.static:
+    if any(side.format.hides_nan for side in layout.sides):
         found[POISON] = ((layout.layers, pages), torch.uint8)
     return found
 
@@ -618,10 +636,9 @@ def load_emulated(device: str = "cpu", *, soc: str = "A3", numeric: str = "plane
     if numeric not in emulator.NUMERICS:
         raise InvalidArgument(f"{ENVIRONMENT_NUMERIC} is {numeric!r}; one of {', '.join(emulator.NUMERICS)}")
     emulator.load()
-    emulator.configure(soc=soc, numeric=numeric)
     facts = {
         "torch": str(torch.__version__),
         "emulated": f"operators of torch_npu {emulator.loaded()} for {soc}, arithmetic {numeric}; no device was used",
         "soc": soc,
     }
-    return AscendBackend(device, torch.device("cpu"), SOCS[soc], facts)
+    return AscendBackend(device, torch.device("cpu"), SOCS[soc], facts, numeric)

@@ -44,6 +44,8 @@ def refusals(layout: GroupLayout, soc: Soc) -> tuple[str, ...]:
     """Every unmet requirement, with the value at hand, what is allowed, and the rule that says so."""
     if soc.refusal:
         return (f"on {soc.products}: {soc.refusal}",)
+    if layout.latent:
+        return ("latent (MLA) layers: with query_rope the operator is documented to take no antiquant scales",)
     found = [*_format_refusals(layout), *_size_refusals(layout, soc)]
     if layout.window is not None:
         found.append(

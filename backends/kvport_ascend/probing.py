@@ -1,11 +1,13 @@
 """Whether torch_npu and a device are usable here, and if not, which of the many ways of failing it is.
 
-Nothing is imported at module level that could fail: ``import torch`` itself fails where torch_npu is installed and
-CANN is not, because torch loads installed device extensions by itself.
+Where torch_npu is installed and CANN is not, ``import torch`` itself fails, and kvport with it, because torch loads
+installed device extensions by itself. ``TORCH_DEVICE_BACKEND_AUTOLOAD=0`` keeps torch usable for other devices; the
+probe then reports what would have broken the import.
 """
 
 from __future__ import annotations
 
+import os
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -13,6 +15,7 @@ from typing import Any
 from kvport.hookspecs import Probe
 from kvport_ascend.socs import SOCS, soc_of
 
+AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 INSTALL = "pip install torch-npu (of exactly torch's version), after installing CANN from Huawei"
 
 
@@ -37,15 +40,8 @@ def _probe_npu() -> Probe:
     facts = {name: _installed(name) for name in ("torch", "torch_npu")}
     if mismatch := pairing_error(facts["torch"], facts["torch_npu"]):
         return _no(mismatch, facts)
-    try:
-        import torch
-    except Exception as error:
-        return _no(
-            f"importing torch fails while it loads torch_npu by itself: {_first(error)}. Set "
-            "TORCH_DEVICE_BACKEND_AUTOLOAD=0 to use torch for other devices; for the NPU, install CANN and source its "
-            "set_env.sh",
-            facts,
-        )
+    import torch
+
     try:
         import torch_npu  # noqa: F401 - registers the device
     except Exception as error:
@@ -55,7 +51,9 @@ def _probe_npu() -> Probe:
             if missing
             else "it fails to import"
         )
-        return _no(f"torch_npu is installed, but {why}: {_first(error)}", facts)
+        held = os.environ.get(AUTOLOAD) == "0"
+        note = f" (with {AUTOLOAD}=0, without which this error breaks import torch)" if held else ""
+        return _no(f"torch_npu is installed, but {why}: {_first(error)}{note}", facts)
     npu: Any = torch.npu  # type: ignore[attr-defined,unused-ignore]
     try:
         count = npu.device_count() if npu.is_available() else 0

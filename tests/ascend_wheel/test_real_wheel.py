@@ -23,6 +23,7 @@ if find_spec("torch_npu") is None:
 import torch
 import torch_npu
 from kvport_ascend import emulator, schemas
+from kvport_ascend.probing import probe
 
 VERSION = str(torch_npu.__version__).partition("+")[0]
 FIA = torch.ops.npu.npu_fused_infer_attention_score
@@ -36,8 +37,11 @@ def test_version_is_recorded() -> None:
 
 
 def test_no_device() -> None:
-    """The stand-ins drive nothing, so nothing here can be taken for a hardware result."""
+    """The stand-ins drive nothing, so nothing here can be taken for a hardware result; the probe says so."""
     assert not torch.npu.is_available()
+    answer = probe("npu")
+    assert not answer.usable
+    assert "no NPU is visible" in answer.reason
 
 
 @pytest.mark.parametrize("name", schemas.schemas(VERSION))

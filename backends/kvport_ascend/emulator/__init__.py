@@ -11,7 +11,7 @@ what a device does.
 
 from kvport_ascend.emulator.arithmetic import NUMERICS, OBSERVED
 from kvport_ascend.emulator.calls import AclnnParameterError, NotModelled
-from kvport_ascend.emulator.operators import SOCS, configure, load, loaded, owns_schemas, settings
+from kvport_ascend.emulator.operators import SOCS, load, loaded, owns_schemas, settings
 
 __all__ = [
     "NUMERICS",
@@ -19,7 +19,6 @@ __all__ = [
     "SOCS",
     "AclnnParameterError",
     "NotModelled",
-    "configure",
     "load",
     "loaded",
     "owns_schemas",

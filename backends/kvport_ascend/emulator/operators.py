@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from threading import Lock
 from typing import Any
@@ -29,18 +30,19 @@ SOCS = ("A2", "A3", "950", "310P")
 
 @dataclass
 class _State:
-    """What is registered in this process, and the settings calls are answered with."""
+    """What is registered in this process."""
 
     version: str = ""
     own_schemas: bool = False
-    soc: str = "A3"
-    numeric: str = "exact"
     libraries: list[Any] = field(default_factory=list)
     """torch.library.Library objects: their registrations end with them, so they are kept."""
 
 
 _STATE = _State()
 _LOCK = Lock()
+#: The chip whose rules hold and the arithmetic used, by thread and task; see :func:`settings`.
+_SOC: ContextVar[str] = ContextVar("soc", default="A3")
+_NUMERIC: ContextVar[str] = ContextVar("numeric", default="exact")
 
 
 def loaded() -> str:
@@ -90,25 +92,17 @@ def _namespace_exists() -> bool:
 
 @contextmanager
 def settings(*, soc: str | None = None, numeric: str | None = None) -> Iterator[None]:
-    """Answer calls as this SoC and with this arithmetic inside the ``with``."""
-    previous = (_STATE.soc, _STATE.numeric)
-    configure(soc=soc, numeric=numeric)
+    """Answer calls as this SoC (default A3) and with this arithmetic (default exact) inside the ``with``."""
+    if soc is not None and soc not in SOCS:
+        raise ValueError(f"soc is {soc!r}; one of {', '.join(SOCS)}")
+    if numeric is not None and numeric not in NUMERICS:
+        raise ValueError(f"numeric is {numeric!r}; one of {', '.join(NUMERICS)}")
+    tokens = _SOC.set(soc or _SOC.get()), _NUMERIC.set(numeric or _NUMERIC.get())
     try:
         yield
     finally:
-        _STATE.soc, _STATE.numeric = previous
-
-
-def configure(*, soc: str | None = None, numeric: str | None = None) -> None:
-    """Set which SoC's rules hold (default A3) and which arithmetic decode uses (default exact)."""
-    if soc is not None:
-        if soc not in SOCS:
-            raise ValueError(f"soc is {soc!r}; one of {', '.join(SOCS)}")
-        _STATE.soc = soc
-    if numeric is not None:
-        if numeric not in NUMERICS:
-            raise ValueError(f"numeric is {numeric!r}; one of {', '.join(NUMERICS)}")
-        _STATE.numeric = numeric
+        _SOC.reset(tokens[0])
+        _NUMERIC.reset(tokens[1])
 
 
 def _ints(values: Sequence[Any] | None) -> tuple[int, ...] | None:
@@ -160,7 +154,7 @@ EXCLUSIVE = (
 
 def _answer(call: AttentionCall) -> tuple[torch.Tensor, torch.Tensor]:
     check_attention(call)
-    return attention(call, _STATE.numeric)
+    return attention(call, _NUMERIC.get())
 
 
 def fused_infer_attention_score(
@@ -171,7 +165,7 @@ def fused_infer_attention_score(
     return _answer(
         AttentionCall(
             operator="npu_fused_infer_attention_score",
-            soc=_STATE.soc,
+            soc=_SOC.get(),
             query=query,
             key=key,
             value=value,
@@ -212,7 +206,7 @@ def fused_infer_attention_score_v2(
     return _answer(
         AttentionCall(
             operator="npu_fused_infer_attention_score_v2",
-            soc=_STATE.soc,
+            soc=_SOC.get(),
             query=query,
             key=key,
             value=value,
@@ -250,7 +244,7 @@ def incre_flash_attention(
     return _answer(
         AttentionCall(
             operator="npu_incre_flash_attention",
-            soc=_STATE.soc,
+            soc=_SOC.get(),
             query=query,
             key=key,
             value=value,
@@ -288,7 +282,7 @@ def scatter_pa_kv_cache(
     extras = _given(arguments, ("compress_lens", "compress_seq_offsets", "seq_lens"))
     # torch_npu 2.6 has no cache_mode argument; what its operator assumes is not documented.
     mode = arguments.get("cache_mode", "PA_NZ")
-    call = ScatterCall(_STATE.soc, key, value, key_cache, value_cache, slot_mapping, mode, bool(extras))
+    call = ScatterCall(_SOC.get(), key, value, key_cache, value_cache, slot_mapping, mode, bool(extras))
     check_scatter(call)
     kept = slot_mapping >= 0
     slots = slot_mapping[kept].long()
@@ -305,7 +299,7 @@ def scatter_pa_kv_cache(
 
 def scatter_nd_update_(self: torch.Tensor, indices: torch.Tensor, updates: torch.Tensor) -> torch.Tensor:
     """npu_scatter_nd_update_: ``self[indices[i]] = updates[i]``; the last of equal indices wins, nobody says which."""
-    check_scatter_nd(ScatterNdCall(_STATE.soc, self, indices, updates))
+    check_scatter_nd(ScatterNdCall(_SOC.get(), self, indices, updates))
     self[tuple(indices.long().unbind(-1))] = updates
     return self
 

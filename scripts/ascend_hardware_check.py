@@ -1,0 +1,310 @@
+"""For whoever has an Ascend device: run the conformance suite on it, and answer what could not be answered without.
+
+::
+
+    python scripts/ascend_hardware_check.py --out DIR                 # device npu:0
+    python scripts/ascend_hardware_check.py --device npu:1 --out DIR
+    python scripts/ascend_hardware_check.py --device ascend@cpu --out DIR --skip-conformance     # tries the script
+
+DIR then holds ``questions.json`` (the open questions of docs/ascend.md, each with the numbers seen) and
+``conformance.json`` (a report for ``kvport compare``). Each question calls the operator directly, so it is answered
+also where kvport refuses the chip; what raises is recorded with its message. The record says ``emulated`` where
+the operators were: such a record is no evidence about any device.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import platform
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+HEADS, KV_HEADS, DIM, PAGE, PAGES = 4, 2, 128, 128, 4
+LENGTHS = [200, 77]
+TABLE = [[3, 1], [2, 0]]
+SCALE = 0.09
+
+Answer = dict[str, Any]
+
+
+def case(mode: int, dtype: torch.dtype = torch.float16, seed: int = 1) -> dict[str, Tensor]:
+    """Codes and scales of a small paged cache on the host; K and V differ in range by a factor of three."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = {0: (1, KV_HEADS, 1, DIM), 4: (PAGES, PAGE), 5: (PAGES, KV_HEADS, PAGE)}[mode]
+    own = torch.float32 if mode in (4, 5) else dtype
+    scales = [((torch.rand(shape, generator=generator) + 0.1) * size).to(own) for size in (0.05, 0.15)]
+    codes = [torch.randint(-127, 128, (PAGES, PAGE, KV_HEADS * DIM), generator=generator) for _ in range(2)]
+    query = torch.randn(len(LENGTHS), HEADS, 1, DIM, generator=generator).to(dtype)
+    return {
+        "query": query,
+        "key": codes[0].to(torch.int8),
+        "value": codes[1].to(torch.int8),
+        "key_antiquant_scale": scales[0],
+        "value_antiquant_scale": scales[1],
+    }
+
+
+def attend(device: str, mode: int, tensors: dict[str, Tensor], **more: Any) -> tuple[Tensor, Tensor]:
+    """The decode call that kvport makes, on the device; answers come back to the host."""
+    options: dict[str, Any] = {
+        "input_layout": "BNSD",
+        "num_heads": HEADS,
+        "num_key_value_heads": KV_HEADS,
+        "scale": SCALE,
+        "block_table": torch.tensor(TABLE, dtype=torch.int32, device=device),
+        "block_size": PAGE,
+        "actual_seq_lengths_kv": LENGTHS,
+        "key_antiquant_mode": mode,
+        "value_antiquant_mode": mode,
+        "inner_precise": 0,
+        "softmax_lse_flag": True,
+    }
+    moved = {name: tensor.to(device) for name, tensor in tensors.items()}
+    query, key, value = (moved.pop(name) for name in ("query", "key", "value"))
+    out, lse = torch.ops.npu.npu_fused_infer_attention_score(query, key, value, **moved, **(options | more))
+    return out.cpu(), lse.cpu()
+
+
+def expected(mode: int, tensors: dict[str, Tensor], key_offset: float = 0.0, value_offset: float = 0.0) -> Any:
+    """Output ``(B, HEADS, DIM)`` and natural-log LSE ``(B, HEADS)`` in float64, on the host."""
+    decoded = []
+    for side, offset in (("key", key_offset), ("value", value_offset)):
+        codes = tensors[side].double().reshape(PAGES, PAGE, KV_HEADS, DIM) + offset
+        scale = tensors[f"{side}_antiquant_scale"].double()
+        if mode == 0:
+            scale = scale.reshape(1, 1, KV_HEADS, DIM)
+        elif mode == 4:
+            scale = scale.reshape(PAGES, PAGE, 1, 1)
+        else:
+            scale = scale.transpose(1, 2).unsqueeze(-1)
+        decoded.append(codes * scale)
+    outs, lses = [], []
+    for s, length in enumerate(LENGTHS):
+        key, value = (side[TABLE[s]].flatten(0, 1)[:length] for side in decoded)
+        key, value = (t.repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (key, value))
+        scores = torch.einsum("hd,lhd->hl", tensors["query"][s, :, 0].double(), key) * SCALE
+        outs.append(torch.einsum("hl,lhd->hd", scores.softmax(-1), value))
+        lses.append(scores.logsumexp(-1))
+    return torch.stack(outs), torch.stack(lses)
+
+
+def error(seen: Tensor, wanted: Tensor) -> float:
+    """Largest difference, relative to the largest wanted magnitude."""
+    return float((seen.double() - wanted).abs().max() / wanted.abs().max())
+
+
+def paged_scales(device: str, mode: int) -> Answer:
+    tensors = case(mode)
+    out, lse = attend(device, mode, tensors)
+    wanted, wanted_lse = expected(mode, tensors)
+    relative = error(out.squeeze(2), wanted)
+    return {"output_error": relative, "lse_error": error(lse[..., 0, 0], wanted_lse), "agrees": relative < 2e-3}
+
+
+def mode_4(device: str) -> Answer:
+    """Do scales per token that live in pages (antiquant mode 4) work? No public user was found."""
+    return paged_scales(device, 4)
+
+
+def mode_5(device: str) -> Answer:
+    """Do scales per token and head that live in pages (antiquant mode 5, kvport's int8) work?"""
+    return paged_scales(device, 5)
+
+
+def zero_query_row(device: str) -> Answer:
+    """What does an all-zero query row give? The plain average of V is right; the source divides 127 by 0."""
+    tensors = case(5)
+    tensors["query"][0, 1] = 0
+    out, lse = attend(device, 5, tensors)
+    wanted, _ = expected(5, tensors)
+    row = out[0, 1, 0]
+    return {
+        "finite": bool(row.isfinite().all()),
+        "first_numbers": row[:4].tolist(),
+        "error": error(row, wanted[0, 1]),
+        "lse": float(lse[0, 1, 0, 0]),
+        "lse_wanted": math.log(LENGTHS[0]),
+        "other_rows_error": error(out[1].squeeze(1), wanted[1]),
+    }
+
+
+def lse_base(device: str) -> Answer:
+    """Is the LSE in natural logarithm, softmax scale included?"""
+    tensors = case(5)
+    _, lse = attend(device, 5, tensors)
+    _, wanted = expected(5, tensors)
+    seen = lse[..., 0, 0]
+    return {
+        "natural": error(seen, wanted),
+        "base_2": error(seen, wanted / math.log(2)),
+        "seen": seen.flatten().tolist(),
+    }
+
+
+def skipped_slots(device: str) -> Answer:
+    """Does slot -1 write nothing (cache_mode "Norm")? The documentation's range begins at 0."""
+    caches = [torch.zeros(PAGES, PAGE, KV_HEADS, DIM, dtype=torch.int8, device=device) for _ in range(2)]
+    rows = torch.ones(3, KV_HEADS, DIM, dtype=torch.int8, device=device)
+    slots = torch.tensor([5, -1, 300], device=device)
+    torch.ops.npu.npu_scatter_pa_kv_cache(rows, rows, *caches, slots, cache_mode="Norm")
+    written = [
+        cache.flatten(0, 1).flatten(1).any(1).nonzero().flatten().tolist() for cache in (c.cpu() for c in caches)
+    ]
+    return {"slots_written": written, "skips": written == [[5, 300], [5, 300]]}
+
+
+def offset_sign(device: str) -> Answer:
+    """Is the decoded number (code + offset) * scale, not (code - offset) * scale?"""
+    tensors = case(0)
+    offsets = {
+        f"{side}_antiquant_offset": torch.full_like(tensors[f"{side}_antiquant_scale"], number)
+        for side, number in (("key", 8.0), ("value", 24.0))
+    }
+    out, _ = attend(device, 0, tensors | offsets)
+    added, _ = expected(0, tensors, 8.0, 24.0)
+    subtracted, _ = expected(0, tensors, -8.0, -24.0)
+    return {"added": error(out.squeeze(2), added), "subtracted": error(out.squeeze(2), subtracted)}
+
+
+def empty_sequence(device: str) -> Answer:
+    """What does a sequence without KV tokens give? Zeros are documented for the output, nothing for the LSE."""
+    out, lse = attend(device, 5, case(5), actual_seq_lengths_kv=[LENGTHS[0], 0])
+    return {"zeros": bool((out[1] == 0).all()), "lse": [float(x) for x in lse[1].flatten()]}
+
+
+def precision(device: str) -> Answer:
+    """How far are two planes (inner_precise 1) and three (0) from the exact output?"""
+    found: Answer = {}
+    for value in (0, 1):
+        tensors = case(5)
+        out, lse = attend(device, 5, tensors, inner_precise=value)
+        wanted, wanted_lse = expected(5, tensors)
+        found[f"inner_precise_{value}"] = {
+            "output": error(out.squeeze(2), wanted),  # the cast to float16 hides most of it
+            "lse": error(lse[..., 0, 0], wanted_lse),
+        }
+    return found
+
+
+def lse_when_off(device: str) -> Answer:
+    """What shape has the LSE when it is not asked for? Documentation: (1,); shape function: (0,)."""
+    _, lse = attend(device, 5, case(5), softmax_lse_flag=False)
+    return {"shape": list(lse.shape)}
+
+
+def packed_head_dim_64(device: str) -> Answer:
+    """Is TND with head dim 64 refused on A2 and A3, as documented? kvport takes BSND there."""
+    query, key = torch.ones(3, HEADS, 64, dtype=torch.float16), torch.ones(5, KV_HEADS, 64, dtype=torch.float16)
+    mask = torch.ones(2048, 2048, dtype=torch.bool).triu(1)
+    out, _ = torch.ops.npu.npu_fused_infer_attention_score(
+        *(t.to(device) for t in (query, key, key)),
+        input_layout="TND",
+        num_heads=HEADS,
+        num_key_value_heads=KV_HEADS,
+        scale=SCALE,
+        actual_seq_lengths=[3],
+        actual_seq_lengths_kv=[5],
+        sparse_mode=3,
+        atten_mask=mask.to(device),
+    )
+    return {"refused": False, "right": bool((out.cpu() == 1).all())}
+
+
+QUESTIONS: tuple[Callable[[str], Answer], ...] = (
+    mode_5,
+    mode_4,
+    zero_query_row,
+    lse_base,
+    skipped_slots,
+    offset_sign,
+    empty_sequence,
+    precision,
+    lse_when_off,
+    packed_head_dim_64,
+)
+
+
+def ask(device: str, scope: AbstractContextManager[None]) -> dict[str, Answer]:
+    """Answers by question. What raises is an answer too: the operator's message is what is wanted then."""
+    found: dict[str, Answer] = {}
+    with scope:
+        for question in QUESTIONS:
+            text = " ".join((question.__doc__ or "").split())
+            try:
+                found[question.__name__] = {"question": text, **question(device)}
+            except Exception as raised:
+                last = traceback.format_exception_only(raised)[-1].strip()
+                found[question.__name__] = {"question": text, "raised": last}
+    return found
+
+
+def plain(value: Any) -> Any:
+    """The same with NaN and infinities as text, which JSON has no numbers for."""
+    if isinstance(value, dict):
+        return {key: plain(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [plain(entry) for entry in value]
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def versions(device: str) -> dict[str, str]:
+    found = {"python": platform.python_version(), "machine": platform.machine(), "torch": str(torch.__version__)}
+    if device != "cpu":
+        import torch_npu
+
+        npu: Any = torch.npu  # type: ignore[attr-defined,unused-ignore]
+        found["torch_npu"] = str(torch_npu.__version__)
+        found["device_name"] = str(npu.get_device_name(device))
+        found["cann"] = str(getattr(torch.version, "cann", None))
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description="conformance and open questions on an Ascend device")
+    parser.add_argument("--device", default="npu:0", help="npu:0, or ascend@cpu to try this script")
+    parser.add_argument("--out", type=Path, required=True, help="folder for the two JSON files")
+    parser.add_argument("--skip-conformance", action="store_true", help="ask the questions only")
+    given = parser.parse_args(arguments)
+    emulated = given.device.partition("@")[2] == "cpu"
+    scope: AbstractContextManager[None] = nullcontext()
+    if emulated:
+        from kvport_ascend import emulator
+
+        emulator.load()
+        scope = emulator.settings(numeric="planes")
+    else:
+        from kvport_ascend.probing import probe
+
+        answer = probe("npu")
+        if not answer.usable:
+            print(f"{given.device} is not usable for kvport: {answer.reason}", file=sys.stderr)
+            if "device_name" not in answer.facts:
+                return 2
+            print("asking the questions all the same", file=sys.stderr)
+    given.out.mkdir(parents=True, exist_ok=True)
+    device = "cpu" if emulated else given.device
+    execution = "emulated" if emulated else "hardware"
+    answers = ask(device, scope)
+    record = {"schema": 1, "execution": execution, "versions": versions(device), "questions": answers}
+    (given.out / "questions.json").write_text(json.dumps(plain(record), indent=1, allow_nan=False) + "\n")
+    for name, found in answers.items():
+        print(name, {key: value for key, value in found.items() if key != "question"})
+    print(f"execution: {execution}; wrote {given.out / 'questions.json'}")
+    if given.skip_conformance:
+        return 0
+    command = [sys.executable, "-m", "pytest", "--pyargs", "kvport_conformance", f"--backend={given.device}"]
+    return subprocess.run([*command, f"--report={given.out / 'conformance.json'}"], check=False).returncode
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
