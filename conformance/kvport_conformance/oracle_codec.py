@@ -228,7 +228,8 @@ def _spread(spec: CodecSpec, per_group: Array, shape: tuple[int, ...]) -> Array:
 def pack(codes: Array, bits: int) -> npt.NDArray[np.uint8]:
     """Integers (..., dim) -> bytes (..., dim * bits / 8), first code in the lowest bits, two's complement."""
     per_byte = 8 // bits
-    fields = (codes.astype(np.int64) & (2**bits - 1)).reshape(*codes.shape[:-1], -1, per_byte)
+    shape = (*codes.shape[:-1], codes.shape[-1] // per_byte, per_byte)
+    fields = (codes.astype(np.int64) & (2**bits - 1)).reshape(shape)
     packed = np.zeros(fields.shape[:-1], np.int64)
     for position in range(per_byte):
         packed |= fields[..., position] << (bits * position)
@@ -240,7 +241,7 @@ def unpack(packed: Array, bits: int, *, signed: bool) -> npt.NDArray[np.int64]:
     per_byte = 8 // bits
     byte = packed.astype(np.int64) & 0xFF
     fields = np.stack([(byte >> (bits * position)) & (2**bits - 1) for position in range(per_byte)], axis=-1)
-    codes: npt.NDArray[np.int64] = fields.reshape(*packed.shape[:-1], -1)
+    codes: npt.NDArray[np.int64] = fields.reshape(*packed.shape[:-1], packed.shape[-1] * per_byte)
     if signed:
         codes = np.where(codes >= 2 ** (bits - 1), codes - 2**bits, codes)
     return codes

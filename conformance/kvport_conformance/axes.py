@@ -1,0 +1,251 @@
+"""What cases vary over: formats, geometries, and the tiers that decide how much of their product is run.
+
+Both are names first: a format is its canonical string, a geometry a short word such as ``kv2q4-d64-p16`` (2 KV heads,
+4 query heads, head dim 64, page size 16). Case ids are made of these names, so they must never change meaning.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from typing import Final, Literal
+
+from kvport.formats import CacheFormat, TensorFormat
+from kvport_conformance.oracle_codec import BLOCK_SIZE, FLOAT_PAGES, CodecSpec, plane_shapes
+
+Tier = Literal["quick", "full"]
+TIERS: Final[tuple[Tier, ...]] = ("quick", "full")
+
+DTYPE_WORDS: Final = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """One group of layers. ``dtype`` is the model's float dtype (K, V and queries), a torch name."""
+
+    kv_heads: int
+    query_heads: int
+    key_dim: int
+    value_dim: int
+    page_size: int
+    layers: int = 2
+    window: int | None = None
+    dtype: str = "float32"
+
+    @property
+    def name(self) -> str:
+        dims = f"d{self.key_dim}" + (f"v{self.value_dim}" if self.value_dim != self.key_dim else "")
+        parts = [f"kv{self.kv_heads}q{self.query_heads}", dims, f"p{self.page_size}"]
+        if self.layers != 2:
+            parts.append(f"L{self.layers}")
+        if self.window is not None:
+            parts.append(f"w{self.window}")
+        if self.dtype != "float32":
+            parts.append(DTYPE_WORDS[self.dtype])
+        return "-".join(parts)
+
+
+def geometry(
+    kv_heads: int,
+    query_heads: int,
+    dim: int,
+    page_size: int,
+    *,
+    value_dim: int | None = None,
+    layers: int = 2,
+    window: int | None = None,
+    dtype: str = "float32",
+) -> Geometry:
+    return Geometry(
+        kv_heads, query_heads, dim, dim if value_dim is None else value_dim, page_size, layers, window, dtype
+    )
+
+
+# --- formats --------------------------------------------------------------------------------------------------------
+
+FLOAT_FORMATS: Final = ("fp32", "fp16", "bf16")
+
+INTEGER_FORMATS: Final = (
+    "int8",
+    "int8:scale=bf16",
+    "int8:scale=fp16",
+    "int8:g32",
+    "int8:asym",
+    "int8:g16:asym:scale=bf16",
+    "int4",
+    "int4:g16",
+    "int4:g32:scale=fp16",
+    "int4:g64",
+    "int4:g16:asym",
+    "int4:g32:asym:scale=bf16",
+    "int2:g16",
+    "int2:g32:asym:scale=fp16",
+)
+
+STATIC_FORMATS: Final = (
+    "int8:tensor:static",
+    "int8:head:static",
+    "int8:channel:static:scale=bf16",
+    "int8:head:asym:static",
+    "int4:channel:asym:static:scale=fp16",
+    "int2:head:static",
+)
+
+SMALL_FLOAT_FORMATS: Final = (
+    "fp8_e4m3",
+    "fp8_e5m2",
+    "fp8_e4m3:g32:scale=bf16",
+    "fp8_e4m3:tensor:static",
+    "fp8_e4m3:head:static:scale=fp16",
+    "mxfp4",
+    "nvfp4",
+    "nvfp4:static",
+)
+
+PAIR_FORMATS: Final = (
+    "k=int4:g64,v=int8",
+    "k=int8:asym,v=int4:g32",
+    "k=fp16,v=fp8_e4m3",
+    "k=int8:channel:static:scale=bf16,v=int4:g16",
+)
+
+DYNAMIC_FORMATS: Final = (*INTEGER_FORMATS, "fp8_e4m3", "mxfp4", "nvfp4", *PAIR_FORMATS[:2])
+FORMATS: Final = (*FLOAT_FORMATS, *INTEGER_FORMATS, *STATIC_FORMATS, *SMALL_FLOAT_FORMATS, *PAIR_FORMATS)
+
+#: One format of each way to read a page: what attention's quick cases run with.
+FAMILIES: Final = (
+    "fp32",
+    "bf16",
+    "int8",
+    "int8:g16:asym:scale=bf16",
+    "int4:g16",
+    "int4:g32:asym:scale=bf16",
+    "int2:g32:asym:scale=fp16",
+    "int8:channel:static:scale=bf16",
+    "int4:channel:asym:static:scale=fp16",
+    "fp8_e4m3",
+    "fp8_e5m2",
+    "mxfp4",
+    "nvfp4",
+    "k=int8:asym,v=int4:g32",
+)
+#: One format of each kind of arithmetic: what geometry and feature cases run with in the quick tier.
+KINDS: Final = ("fp32", "int8", "int4:g16:asym")
+#: Formats whose quick cases run at the default page size too.
+CORE: Final = ("fp32", "int8", "int4:g64")
+
+# --- geometries -----------------------------------------------------------------------------------------------------
+
+BASE: Final = geometry(2, 4, 64, 16)
+#: The default page size, 128, and the commonest model shape of today.
+MODEL: Final = geometry(2, 8, 128, 128)
+
+GEOMETRIES: Final = (
+    BASE,
+    MODEL,
+    geometry(1, 1, 64, 16),
+    geometry(1, 8, 128, 16),
+    geometry(2, 6, 80, 48),
+    geometry(4, 4, 96, 16),
+    geometry(3, 12, 48, 16, layers=3),
+    geometry(1, 3, 256, 48),
+    geometry(2, 4, 64, 16, value_dim=128),
+    geometry(2, 2, 128, 128, value_dim=64),
+)
+
+HALF_GEOMETRIES: Final = tuple(
+    geometry(2, 4, 64, page_size, dtype=dtype) for dtype in ("bfloat16", "float16") for page_size in (16, 128)
+)
+
+
+# --- products -------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One point of a check's axes. ``options`` are the check's own, by name."""
+
+    format: str
+    geometry: Geometry
+    tier: Tier
+    options: tuple[tuple[str, int | str], ...] = ()
+
+
+_SCALE_DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+
+
+def spec_of(fmt: TensorFormat) -> CodecSpec:
+    """The oracle's description of one side of a cache format."""
+    if fmt.code in BLOCK_SIZE or fmt.code in FLOAT_PAGES:
+        return CodecSpec(fmt.code, static=fmt.static)
+    return CodecSpec(
+        code=fmt.code,
+        granularity=fmt.granularity,
+        group=fmt.group,
+        symmetric=fmt.symmetric,
+        scale_dtype=_SCALE_DTYPES[fmt.scale_dtype],
+        static=fmt.static,
+    )
+
+
+@cache
+def parse(text: str) -> CacheFormat:
+    return CacheFormat.parse(text)
+
+
+@cache
+def fits(format_text: str, shape: Geometry) -> bool:
+    """Whether the format divides this geometry's dims; what does not is no case at all."""
+    fmt = parse(format_text)
+    try:
+        plane_shapes(spec_of(fmt.key), shape.page_size, shape.kv_heads, shape.key_dim)
+        plane_shapes(spec_of(fmt.value), shape.page_size, shape.kv_heads, shape.value_dim)
+    except ValueError:
+        return False
+    return True
+
+
+def product(
+    formats: Iterable[str], geometries: Iterable[Geometry], tier: Tier = "quick", **options: int | str
+) -> list[Variant]:
+    """Every format with every geometry it fits."""
+    shapes = list(geometries)
+    chosen = tuple(sorted(options.items()))
+    return [Variant(f, g, tier, chosen) for f in formats for g in shapes if fits(f, g)]
+
+
+def every_format(**options: int | str) -> list[Variant]:
+    """Quick: every format at the base geometry, the core formats at the model geometry. Full: everything."""
+    return [
+        *product(FORMATS, (BASE,), "quick", **options),
+        *product(CORE, (MODEL,), "quick", **options),
+        *product(FORMATS, GEOMETRIES, "full", **options),
+    ]
+
+
+def families(**options: int | str) -> list[Variant]:
+    """Quick: one format of each way to read a page at the base geometry, core formats at the model geometry."""
+    return [
+        *product(FAMILIES, (BASE,), "quick", **options),
+        *product(CORE, (MODEL,), "quick", **options),
+        *product(FORMATS, GEOMETRIES, "full", **options),
+    ]
+
+
+def every_geometry(**options: int | str) -> list[Variant]:
+    """Quick: int8 at every geometry and int4 at odd ones, and the base geometry in half precision. Full: everything."""
+    return [
+        *product(("int8",), GEOMETRIES, "quick", **options),
+        *product(("int4:g16:asym",), GEOMETRIES[3:7], "quick", **options),
+        *product(("int8",), HALF_GEOMETRIES[::2], "quick", **options),
+        *product(FORMATS, (*GEOMETRIES, *HALF_GEOMETRIES), "full", **options),
+    ]
+
+
+def kinds(*geometries: Geometry, **options: int | str) -> list[Variant]:
+    """Quick: one format of each kind at these geometries. Full: every format."""
+    return [
+        *product(KINDS, geometries or (BASE,), "quick", **options),
+        *product(FORMATS, geometries or (BASE, MODEL), "full", **options),
+    ]

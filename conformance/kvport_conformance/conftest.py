@@ -1,0 +1,57 @@
+"""Turns the table of cases into pytest tests; everything that judges is elsewhere.
+
+A test module of the suite names its chapter in ``CHAPTER`` and takes the fixtures ``case`` and ``bench``.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from pytest_kvport import split_formats
+from pytest_kvport.reporting import CASE_KEY
+
+from kvport.backend import Backend
+from kvport_conformance.axes import TIERS
+from kvport_conformance.bench import Bench
+from kvport_conformance.cases import Case, all_cases, select
+
+
+@cache
+def load(request: str) -> Backend:
+    """The backend under test, once in each process; fixtures of all modules share it."""
+    from kvport.registry import load_backend
+
+    return load_backend(request)
+
+
+@pytest.fixture(scope="session")
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """The backend that ``--backend`` names."""
+    return load(request.config.getoption("kvport_backend"))
+
+
+@pytest.fixture
+def bench(request: pytest.FixtureRequest, backend: Backend, case: Case) -> Bench:
+    """The bench of this case; what it measures goes into the report whatever becomes of the case."""
+    made = Bench(backend, case, seed=request.config.getoption("kvport_seed"))
+    request.node.user_properties.append((CASE_KEY, made.record))
+    return made
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """One test per case of the module's chapter, within ``--tier`` and ``--formats``."""
+    if "case" not in metafunc.fixturenames:
+        return
+    option = metafunc.config.option
+    tier = option.kvport_tier or "quick"
+    if tier not in TIERS:
+        raise pytest.UsageError(f"--tier={tier}: the tiers are {', '.join(TIERS)}")
+    formats = split_formats(option.kvport_formats) if option.kvport_formats else []
+    if unknown := set(formats) - {case.format for case in all_cases()}:
+        raise pytest.UsageError(
+            f"--formats: no case of the suite is about {', '.join(sorted(unknown))}; formats with cases: "
+            f"{', '.join(sorted({case.format for case in all_cases()}))}"
+        )
+    cases = select(chapters=[metafunc.module.CHAPTER], tier=tier, formats=formats)
+    metafunc.parametrize("case", [pytest.param(case, id=case.name) for case in cases])

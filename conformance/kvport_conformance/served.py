@@ -1,0 +1,207 @@
+"""A cache under test and the judge's own account of every sequence in it.
+
+:class:`Served` opens a :class:`kvport.cache.PagedCache` on the backend of a bench, runs steps through it, and judges
+everything that comes back: the pages at rest, and every output and LSE. It replays the rules of tiers for itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from kvport.cache import PagedCache
+from kvport.errors import KVPortError
+from kvport.layout import CacheLayout
+from kvport.sequences import Sequence as CacheSequence
+from kvport_conformance import judge
+from kvport_conformance.axes import Geometry, parse
+from kvport_conformance.bench import FILL, Bench, check_answer, judge_rows
+from kvport_conformance.content import Ids
+from kvport_conformance.oracle_floats import Array
+from kvport_conformance.tensors import DTYPES, fill_bytes, plane_to_numpy, poisoned_allocations, to_torch
+
+
+class Served:
+    """A cache of equal layers without tiers, and the tokens that each of its sequences must hold.
+
+    ``tokens[sequence]`` are token numbers by position, the same numbers in every layer's table.
+    """
+
+    def __init__(self, bench: Bench, pages: int, *, geometry: Geometry | None = None, share: bool = True) -> None:
+        self.bench = bench
+        self.group = bench.layout(geometry=geometry)
+        shape = geometry or bench.geometry
+        self.layout = CacheLayout.uniform(
+            layers=shape.layers,
+            kv_heads=shape.kv_heads,
+            query_heads=shape.query_heads,
+            head_dim=shape.key_dim,
+            value_dim=shape.value_dim,
+            window=shape.window,
+            format=parse(bench.case.format),
+            page_size=shape.page_size,
+            dtype=DTYPES[shape.dtype],
+        )
+        self.contents = [bench.content(self.group, layer) for layer in range(shape.layers)]
+        scales = {layer: content.scales() for layer, content in enumerate(self.contents)}
+        self.cache = PagedCache(
+            bench.backend,
+            self.layout,
+            [pages],
+            scales=scales if self.group.format.static else None,
+            share_prefixes=share,
+        )
+        # Suites may look behind the curtain where users may not: nothing unwritten is to be trusted.
+        for store in self.cache._stores:
+            for buffer in bench.backend.buffers(store).values():
+                fill_bytes(buffer, FILL)
+        self.tokens: dict[CacheSequence, list[int]] = {}
+
+    @property
+    def page_size(self) -> int:
+        return self.layout.page_size
+
+    # -- sequences -----------------------------------------------------------------------------------------------
+
+    def sequence(self) -> CacheSequence:
+        made = self.cache.sequence()
+        self.tokens[made] = []
+        return made
+
+    def fork(self, sequence: CacheSequence) -> CacheSequence:
+        made = sequence.fork()
+        self.tokens[made] = list(self.tokens[sequence])
+        return made
+
+    def adopt(self, sequence: CacheSequence, tokens: Sequence[int]) -> CacheSequence:
+        """Take a sequence that the cache made by itself (a prefix match, an import) and say what it must hold."""
+        self.tokens[sequence] = list(tokens[: sequence.length])
+        return sequence
+
+    def truncate(self, sequence: CacheSequence, length: int) -> None:
+        sequence.truncate(length)
+        del self.tokens[sequence][length:]
+
+    def free(self, sequence: CacheSequence) -> None:
+        sequence.free()
+        del self.tokens[sequence]
+
+    # -- tokens --------------------------------------------------------------------------------------------------
+
+    def make(self, count: int, stream: str, start: int = 0) -> list[int]:
+        """Numbers of ``count`` new tokens of a named stream, the same in every layer."""
+        numbers: Ids | None = None
+        for layer, content in enumerate(self.contents):
+            key, value = self.bench.tokens(self.group, layer, count, start=start, stream=stream)
+            numbers = content.add(key, value)
+        assert numbers is not None
+        return [int(n) for n in numbers]
+
+    def step(
+        self,
+        tokens: Mapping[CacheSequence, Sequence[int]],
+        *,
+        ids: Mapping[CacheSequence, Sequence[int]] | None = None,
+        attend: bool = True,
+        **how: Any,
+    ) -> None:
+        """Append these token numbers to their sequences in one step, attend in every layer, and judge.
+
+        ``ids`` are the token ids by which the cache may know them.
+        """
+        given = {s: (list(ids[s]) if ids and s in ids else len(numbers)) for s, numbers in tokens.items()}
+        packed = np.asarray([n for numbers in tokens.values() for n in numbers], np.int64)
+        with self.cache.step(given) as step:
+            for layer in range(self.layout_layers):
+                self.append(step, layer, packed)
+                if attend:
+                    self.attend(step, layer, tokens, **how)
+        for sequence, numbers in tokens.items():
+            self.tokens[sequence].extend(numbers)
+
+    @property
+    def layout_layers(self) -> int:
+        return len(self.layout.layers)
+
+    def append(self, step: Any, layer: int, numbers: Ids) -> None:
+        device = self.bench.backend.torch_device
+        source = self.contents[layer].source
+        key, value = (to_torch(source[name][numbers], self.bench.dtype, device) for name in ("key", "value"))
+        with poisoned_allocations():
+            step.append(layer, key, value)
+
+    def attend(
+        self,
+        step: Any,
+        layer: int,
+        tokens: Mapping[CacheSequence, Sequence[int]],
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Array | None = None,
+    ) -> None:
+        """Attend this step's queries of one layer and judge them, each sequence over its own tokens."""
+        count = sum(len(numbers) for numbers in tokens.values())
+        query = self.bench.queries(self.group, count, stream=f"layer{layer}")
+        device = self.bench.backend.torch_device
+        logits = None if sinks is None else torch.from_numpy(sinks.copy()).to(device)
+        with poisoned_allocations():
+            answer = step.attend(
+                layer, to_torch(query, self.bench.dtype, device), scale=scale, softcap=softcap, sinks=logits
+            )
+        out, lse = check_answer(answer, count, self.group, DTYPES[self.bench.dtype])
+        given = {
+            "scale": 1.0 / math.sqrt(self.group.key_dim) if scale is None else scale,
+            "softcap": softcap,
+            "window": self.group.window,
+            "sinks": sinks,
+        }
+        content = self.contents[layer]
+        first = 0
+        for s, (sequence, numbers) in enumerate(tokens.items()):
+            rows = slice(first, first := first + len(numbers))
+            held = [*self.tokens[sequence], *numbers]
+            judge_rows(
+                (out[rows], lse[rows]),
+                query[rows],
+                content.decoded["key"][held],
+                content.decoded["value"][held],
+                len(held) - len(numbers),
+                given,
+                self.bench.dtype,
+                f"layer {layer}, sequence {s} of {len(tokens)} (length {len(held)}, {len(numbers)} query rows)",
+                self.bench.figures,
+            )
+
+    # -- at rest -------------------------------------------------------------------------------------------------
+
+    def check(self, *sequences: CacheSequence) -> None:
+        """Compare the exported pages of these sequences (all, where none is named) with what they must hold."""
+        for sequence in sequences or tuple(self.tokens):
+            held = np.asarray(self.tokens[sequence], np.int64)
+            if sequence.length != len(held):
+                raise RuntimeError(f"{sequence!r} must hold {len(held)} tokens: a fault of kvport or of the suite")
+            image = self.cache.export(sequence)
+            for layer, planes in image.layers.items():
+                arrays = {name: plane_to_numpy(tensor) for name, tensor in planes.items()}
+                places = [f"{sequence!r}, layer {layer}, position {p}" for p in range(len(held))]
+                judge.judge_planes(
+                    self.contents[layer],
+                    held,
+                    {n: a.reshape(-1, *a.shape[2:])[: len(held)] for n, a in arrays.items()},
+                    places,
+                    self.bench.figures,
+                    exactness=self.bench.exactness,
+                )
+        try:
+            self.cache.check()
+        except KVPortError as error:
+            raise RuntimeError(str(error)) from error
+
+    def digests(self, sequence: CacheSequence) -> Any:
+        """Digests of a sequence's codes and scales by layer."""
+        return self.cache.export(sequence).digests()

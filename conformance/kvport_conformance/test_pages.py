@@ -1,0 +1,16 @@
+"""pytest runs the chapter "pages"; its checks are in :mod:`kvport_conformance.chapters.pages`."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvport_conformance.bench import Bench
+from kvport_conformance.running import run
+
+CHAPTER = "pages"
+
+pytestmark = pytest.mark.kvport_chapter(CHAPTER)
+
+
+def test_pages(bench: Bench) -> None:
+    run(bench)

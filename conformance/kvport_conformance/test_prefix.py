@@ -1,0 +1,16 @@
+"""pytest runs the chapter "prefix"; its checks are in :mod:`kvport_conformance.chapters.prefix`."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvport_conformance.bench import Bench
+from kvport_conformance.running import run
+
+CHAPTER = "prefix"
+
+pytestmark = pytest.mark.kvport_chapter(CHAPTER)
+
+
+def test_prefix(bench: Bench) -> None:
+    run(bench)
