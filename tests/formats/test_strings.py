@@ -273,7 +273,7 @@ def test_what_does_not_divide_is_refused_with_both_numbers(format: str, dim: int
 def test_the_other_side_has_its_own_dim() -> None:
     shape = {"layers": 1, "kv_heads": 1, "page_size": 16}
     CacheLayout.uniform(**shape, head_dim=80, value_dim=64, format="k=int4:g16,v=int4:g64")  # type: ignore[arg-type]
-    with pytest.raises(LayoutError, match="value.*64.*80"):
+    with pytest.raises(LayoutError, match=r"value.*64.*80"):
         CacheLayout.uniform(**shape, head_dim=64, value_dim=80, format="k=int4:g16,v=int4:g64")  # type: ignore[arg-type]
 
 
