@@ -19,13 +19,36 @@ def long_run() -> bool:
     return os.environ.get("KVPORT_LONG", "") not in ("", "0")
 
 
-@pytest.fixture(scope="session")
-def worst(pytestconfig: pytest.Config) -> Iterator[dict[str, float]]:
-    """Worst observed / bound by name, printed when the session ends (also without -s)."""
+@pytest.fixture
+def worst(request: pytest.FixtureRequest) -> Iterator[dict[str, float]]:
+    """Worst observed / bound by name, printed in the summary (also by xdist's main process)."""
     ratios: dict[str, float] = {}
     yield ratios
-    reporter = pytestconfig.pluginmanager.get_plugin("terminalreporter")
-    if reporter is not None and ratios:
-        reporter.write_line("")
-        for name, ratio in sorted(ratios.items()):
-            reporter.write_line(f"worst observed/bound, {name}: {ratio:.4f}")
+    request.node.user_properties.append(("observed/bound", ratios))
+
+
+@pytest.fixture
+def figures(request: pytest.FixtureRequest) -> Iterator[list[str]]:
+    """Lines to print in the summary."""
+    lines: list[str] = []
+    yield lines
+    request.node.user_properties.append(("figures", lines))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    ratios: dict[str, float] = {}
+    lines: list[str] = []
+    for reports in terminalreporter.stats.values():
+        for report in reports:
+            for name, found in getattr(report, "user_properties", ()):
+                if name == "figures":
+                    lines += found
+                elif name == "observed/bound":
+                    for what, ratio in found.items():
+                        ratios[what] = max(ratio, ratios.get(what, 0.0))
+    if ratios or lines:
+        terminalreporter.section("figures of the core")
+        for line in lines:
+            terminalreporter.write_line(line)
+        for what, ratio in sorted(ratios.items()):
+            terminalreporter.write_line(f"worst observed/bound, {what}: {ratio:.4f}")

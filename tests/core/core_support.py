@@ -35,7 +35,9 @@ DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float
 # --- caches ---------------------------------------------------------------------------------------------------------
 
 
-def open_cache(layout: CacheLayout, pages: int | SequenceOf[int], backend: Backend | None = None, **more: Any) -> PagedCache:
+def open_cache(
+    layout: CacheLayout, pages: int | SequenceOf[int], backend: Backend | None = None, **more: Any
+) -> PagedCache:
     """A cache on the CPU reference, its free pages in a hashed order and its storage poisoned."""
     counts = [pages] * len(layout.groups) if isinstance(pages, int) else list(pages)
     cache = PagedCache(backend or reference.load("cpu"), layout, counts, **more)
