@@ -41,7 +41,7 @@ from kvport.errors import BackendUnavailable, InvalidArgument, Unsupported
 from kvport.formats import TensorFormat
 from kvport.layout import GroupLayout
 from kvport.scales import LayerScales, SideScales
-from kvport_ascend.formats import max_pages, mode_of, refusals
+from kvport_ascend.formats import BY_VALUE, max_pages, mode_of, refusals, static_operands
 from kvport_ascend.probing import probe
 from kvport_ascend.socs import SOCS, Soc
 
@@ -51,6 +51,10 @@ ENVIRONMENT_NUMERIC = "KVPORT_ASCEND_NUMERIC"
 
 MASK_SIDE = 2048
 """The operator's triangular mask for causal attention has this side, whatever the lengths."""
+
+HALVED = {torch.bfloat16: 1.0, torch.float16: 0.5}
+"""The dense route holds K and V times this. A float16 row near 65504 may decode to a little more, which would be
+infinite; a power of two costs nothing and is undone in the softmax scale and the output."""
 
 NUDGE = {torch.bfloat16: 2.0**-60, torch.float16: 2.0**-24}
 """What the first channel of an all-zero query row is set to. The decode kernel divides by the row's largest magnitude,
@@ -111,8 +115,9 @@ class Routes:
 class AscendBackend(TorchBackend):
     """Pages for one NPU, or for the emulated operators on the CPU.
 
-    ``soc`` is the chip family whose rules hold, ``numeric`` the emulator's arithmetic. Inherited from the torch base
-    class: gather, copy_pages and poisoned, which work on this store through :meth:`_read` and :meth:`buffers`.
+    ``soc`` is the chip family whose rules hold, ``numeric`` the emulator's arithmetic, ``by_value`` whether static
+    formats are judged by their numbers (:mod:`kvport_ascend.formats`). Inherited from the torch base class: gather,
+    copy_pages and poisoned, which work on this store through :meth:`_read` and :meth:`buffers`.
     """
 
     name: ClassVar[str] = "ascend"
@@ -125,6 +130,7 @@ class AscendBackend(TorchBackend):
         self.soc = soc
         self._facts = dict(facts)
         self._numeric = numeric
+        self.by_value = os.environ.get(BY_VALUE) == "1"
         self._mask: Tensor | None = None
 
     def facts(self) -> dict[str, str]:
@@ -146,7 +152,7 @@ class AscendBackend(TorchBackend):
 
     def support(self, layout: GroupLayout) -> Support:
         return Support(
-            refusals(layout, self.soc),
+            refusals(layout, self.soc, self.by_value),
             workspace="history",
             features=frozenset({"lse", "prefill", "verify", "poison"}),
         )
@@ -209,7 +215,7 @@ class AscendBackend(TorchBackend):
         if slots.numel() == 0:
             return
         page_size = store.layout.page_size
-        key, value, slots = _without_skipped(key, value, slots, page_size)
+        key, value, slots = _without_skipped(key, value, slots.contiguous(), page_size)
         if slots.numel() == 0:
             return
         sides = store.sides(layer)
@@ -408,7 +414,7 @@ class AscendBackend(TorchBackend):
         common = {
             "num_heads": layout.query_heads,
             "num_key_value_heads": layout.kv_heads,
-            "scale": scale,
+            "scale": scale / HALVED[layout.dtype],
             "softmax_lse_flag": True,
         }
         fia = torch.ops.npu.npu_fused_infer_attention_score
@@ -425,7 +431,7 @@ class AscendBackend(TorchBackend):
                 atten_mask=self._triangle(),
                 **common,
             )
-            yield rows, out, lse.squeeze(-1)
+            yield rows, out / HALVED[layout.dtype], lse.squeeze(-1)
             return
         for route, (key, value) in zip(batch, dense, strict=True):
             first, mask = self._mask_of(route)
@@ -439,17 +445,18 @@ class AscendBackend(TorchBackend):
                 **mask,
                 **common,
             )
-            yield slice(first, route.last), out[0], lse[0, :, :, 0].T
+            yield slice(first, route.last), out[0] / HALVED[layout.dtype], lse[0, :, :, 0].T
 
     def _history(self, store: AscendStore, layer: int, route: DenseRoute) -> tuple[Tensor, Tensor]:
-        """K and V ``(tokens, heads, dim)`` of one sequence in the layout's dtype."""
+        """K and V ``(tokens, heads, dim)`` of one sequence, :data:`HALVED`, in the layout's dtype."""
         layout = store.layout
         page, last = route.start // layout.page_size, layout.pages_for(route.length)
         begin, end = route.start - page * layout.page_size, route.length - page * layout.page_size
         key, value = self._read(store, layer, route.pages[page:last])
+        factor = HALVED[layout.dtype]
         return (
-            key.flatten(0, 1)[begin:end].to(layout.dtype).contiguous(),
-            value.flatten(0, 1)[begin:end].to(layout.dtype).contiguous(),
+            (key.flatten(0, 1)[begin:end].float() * factor).to(layout.dtype).contiguous(),
+            (value.flatten(0, 1)[begin:end].float() * factor).to(layout.dtype).contiguous(),
         )
 
     def _mask_of(self, route: DenseRoute) -> tuple[int, dict[str, Any]]:
@@ -526,44 +533,6 @@ def _native(store: TorchStore, name: str, pages: Tensor) -> Tensor:
         return pages.transpose(1, 2)
     fmt = store.layout.format.key if name.startswith("key.") else store.layout.format.value
     return _native_codes(fmt, pages)
-
-
-def static_operands(
-    where: str, fmt: TensorFormat, side: SideScales, dtype: torch.dtype
-) -> tuple[Tensor, Tensor | None]:
-    """The attention operator's scale and offset (None if symmetric) for static scales, in the query's ``dtype``.
-
-    The operator computes ``(code + offset) * scale`` in this dtype's numbers, kvport ``u * scale + zero`` with
-    ``code = u - 128``, hence ``offset = 128 + zero / scale``. Raises :class:`Unsupported` where a cast would change a
-    number, because the pages would then decode to other values here than anywhere else.
-    """
-    scale = side.scale.to("cpu", torch.float64)
-    cast = scale.to(dtype)
-    if bool((wrong := cast.double() != scale).any()):
-        raise Unsupported(
-            f"{where}: the operator takes static scales in the model's dtype {dtype}, and {int(wrong.sum())} of "
-            f"{scale.numel()} scales are not numbers of it, e.g. {float(scale[wrong].flatten()[0])!r}; round them to "
-            f"{dtype} before opening, or write scale= with that dtype in the format"
-        )
-    top = 127.0 if fmt.symmetric else 255.0
-    limit = torch.finfo(dtype).max
-    if bool((scale * top > limit).any()):
-        raise Unsupported(
-            f"{where}: the largest code times the scale is {float(scale.max()) * top}, beyond {dtype}'s {limit}; the "
-            "prefill route decodes to that dtype"
-        )
-    shape = (1, scale.shape[0], 1, scale.shape[1]) if fmt.granularity == "channel" else (-1,)
-    if side.zero is None:
-        return cast.reshape(shape).contiguous(), None
-    zero = side.zero.to("cpu", torch.float64)
-    offset = (128.0 + zero / scale).to(dtype)
-    if bool((wrong := (offset.double() - 128.0) * scale != zero).any()):
-        raise Unsupported(
-            f"{where}: {int(wrong.sum())} of {scale.numel()} zeros have no exact offset 128 + zero / scale in {dtype}, "
-            f"e.g. zero {float(zero[wrong].flatten()[0])!r} with scale {float(scale[wrong].flatten()[0])!r}; zeros "
-            "that are integer multiples of their scale are exact, symmetric formats need none"
-        )
-    return cast.reshape(shape).contiguous(), offset.reshape(shape).contiguous()
 
 
 # ----------------------------------------------------------------------------------------------------------- append

@@ -4,15 +4,15 @@
 format of K and V                         mode  scales given to the operator
 ========================================  ====  ==========================================================
 ``int8`` (per token and head, float32)    5     float32 ``(pages, heads, page_size)``, in pages
-``int8:channel:static``                   0     ``(1, heads, 1, dim)`` in the model's dtype
-``int8:tensor:static``                    0     ``(1,)`` in the model's dtype
-``int8:head:static``                      2     ``(heads,)`` in the model's dtype
+``int8:channel:static:scale=DTYPE``       0     ``(1, heads, 1, dim)`` in the model's dtype
+``int8:tensor:static:scale=DTYPE``        0     ``(1,)`` in the model's dtype
+``int8:head:static:scale=DTYPE``          2     ``(heads,)`` in the model's dtype
 the model's own dtype (fp16, bf16)        none  none
 ========================================  ====  ==========================================================
 
-Static formats may be ``asym``: an unsigned code u with a zero z becomes the signed code ``u - 128`` with the offset
-``128 + z / scale`` in code units, because the operator computes ``(code + offset) * scale``. That is accepted only
-where the offset, cast to the model's dtype, gives back z exactly; see :func:`kvport_ascend.backend.AscendBackend`.
+DTYPE is the model's dtype, so that no scale changes on its way to the operator. Other static formats, and asymmetric
+ones, can be had ``by_value``: their scales and zeros are then judged number by number when the store is allocated (see
+:func:`static_operands`), which is too late for a promise by ``support()``.
 """
 
 from __future__ import annotations
@@ -20,12 +20,17 @@ from __future__ import annotations
 from typing import Final
 
 import torch
+from torch import Tensor
 
+from kvport.errors import ScaleError
 from kvport.formats import TensorFormat, dtype_name
 from kvport.layout import GroupLayout
+from kvport.scales import SideScales
 from kvport_ascend.emulator.rules import ATTENTION
 from kvport_ascend.socs import Soc
 
+#: Set to 1: static formats are accepted, and judged by their numbers when a cache opens.
+BY_VALUE: Final = "KVPORT_ASCEND_BY_VALUE"
 QUERY_DTYPES: Final = (torch.float16, torch.bfloat16)
 _STATIC_MODES: Final = {"channel": 0, "tensor": 0, "head": 2}
 _RULES: Final = {rule.name: rule for rule in ATTENTION}
@@ -40,13 +45,13 @@ def mode_of(fmt: TensorFormat) -> int | None:
     return 5 if fmt.granularity == "token" and fmt.symmetric and fmt.scale_dtype == "fp32" else None
 
 
-def refusals(layout: GroupLayout, soc: Soc) -> tuple[str, ...]:
+def refusals(layout: GroupLayout, soc: Soc, by_value: bool = False) -> tuple[str, ...]:
     """Every unmet requirement, with the value at hand, what is allowed, and the rule that says so."""
     if soc.refusal:
         return (f"on {soc.products}: {soc.refusal}",)
     if layout.latent:
         return ("latent (MLA) layers: with query_rope the operator is documented to take no antiquant scales",)
-    found = [*_format_refusals(layout), *_size_refusals(layout, soc)]
+    found = [*_format_refusals(layout, by_value), *_size_refusals(layout, soc)]
     if layout.window is not None:
         found.append(
             f"window {layout.window}: the decode operator has no window, and a mask is reported to be wrong past KV "
@@ -60,17 +65,19 @@ def _quote(name: str) -> str:
     return f"rule {name}: {rule.text} [{rule.source}]"
 
 
-def _format_refusals(layout: GroupLayout) -> list[str]:
+def _format_refusals(layout: GroupLayout, by_value: bool) -> list[str]:
     found = []
     if layout.dtype not in QUERY_DTYPES:
         found.append(f"model dtype {layout.dtype}: float16 or bfloat16 is allowed ({_quote('query_dtype')})")
     key, value = layout.format.key, layout.format.value
-    for side, fmt in (("K", key), ("V", value)):
+    for side, fmt in (("K and V", key),) if key == value else (("K", key), ("V", value)):
         if not fmt.quantized and fmt.code_torch_dtype != layout.dtype:
             nearest = dtype_name(layout.dtype) if layout.dtype in QUERY_DTYPES else "bf16 with a bfloat16 model"
             found.append(f"{side} pages of {fmt.code}: int8, or {nearest} ({_quote('kv_dtype')})")
         elif fmt.quantized and mode_of(fmt) is None:
             found.append(f"{side} format {fmt}: {_nearest(fmt)}")
+        elif fmt.static and not by_value:
+            found.extend(f"{side} format {fmt}: {reason}" for reason in _not_for_all_values(fmt, layout))
     if not found and mode_of(key) != mode_of(value):
         found.append(
             f"K is {key} and V is {value}, antiquant modes {mode_of(key)} and {mode_of(value)}: both need one mode, "
@@ -95,6 +102,63 @@ def _nearest(fmt: TensorFormat) -> str:
     if not fmt.symmetric:
         return "offsets per token would be 128 + zero / scale, rarely exact in float32; int8 (symmetric) is the nearest"
     return f"scales per token are float32; int8 without scale= is the nearest ({_quote('key_scale_dtype')})"
+
+
+def _not_for_all_values(fmt: TensorFormat, layout: GroupLayout) -> list[str]:
+    """Why some scales or zeros of this static format would change on their way to the operator."""
+    found = []
+    if not fmt.symmetric:
+        found.append(
+            "a zero is handed over as the offset 128 + zero / scale in the model's dtype, exact for few zeros; "
+            f"use the symmetric format, or {BY_VALUE}=1 to have them judged one by one when the cache opens"
+        )
+    if fmt.scale_torch_dtype != layout.dtype and layout.dtype in QUERY_DTYPES and fmt.symmetric:
+        found.append(
+            f"static scales are handed over in the model's dtype; scale={dtype_name(layout.dtype)} is the nearest "
+            f"({_quote('key_scale_dtype')})"
+        )
+    return found
+
+
+def static_operands(
+    where: str, fmt: TensorFormat, side: SideScales, dtype: torch.dtype
+) -> tuple[Tensor, Tensor | None]:
+    """The attention operator's scale and offset (None if symmetric) for static scales, in the query's ``dtype``.
+
+    kvport's number is ``u * scale + zero`` with an unsigned code u, or ``code * scale``; the operator's is
+    ``(code + offset) * scale`` with a signed code. With ``code = u - 128`` that is ``offset = 128 + zero / scale``.
+    Raises :class:`ScaleError` where a cast would change a number: the pages would then decode to other values here
+    than anywhere else.
+    """
+    scale = side.scale.to("cpu", torch.float64)
+    cast = scale.to(dtype)
+    if bool((wrong := cast.double() != scale).any()):
+        raise ScaleError(
+            f"{where}: {int(wrong.sum())} of {scale.numel()} scales are not numbers of the model's dtype {dtype}, in "
+            f"which the operator takes them, e.g. {float(scale[wrong].flatten()[0])!r}; round them before opening"
+        )
+    limit = torch.finfo(dtype).max
+    if bool((scale * 128 > limit).any()):
+        raise ScaleError(
+            f"{where}: a scale of {float(scale.max())} decodes to numbers beyond {dtype}'s largest, {limit}, in which "
+            "the prefill route holds K and V"
+        )
+    if side.zero is None:
+        return cast.reshape(_operand_shape(fmt, scale)).contiguous(), None
+    zero = side.zero.to("cpu", torch.float64)
+    offset = (128.0 + zero / scale).to(dtype)
+    if bool((wrong := (offset.double() - 128.0) * scale != zero).any()):
+        raise ScaleError(
+            f"{where}: {int(wrong.sum())} of {scale.numel()} zeros have no exact offset 128 + zero / scale in {dtype}, "
+            f"e.g. zero {float(zero[wrong].flatten()[0])!r} with scale {float(scale[wrong].flatten()[0])!r}; whole "
+            "multiples of the scale are exact, symmetric formats need no offset"
+        )
+    shape = _operand_shape(fmt, scale)
+    return cast.reshape(shape).contiguous(), offset.reshape(shape).contiguous()
+
+
+def _operand_shape(fmt: TensorFormat, scale: Tensor) -> tuple[int, ...]:
+    return (1, scale.shape[0], 1, scale.shape[1]) if fmt.granularity == "channel" else (-1,)
 
 
 def _size_refusals(layout: GroupLayout, soc: Soc) -> list[str]:

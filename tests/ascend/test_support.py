@@ -89,9 +89,8 @@ def broken_rules(call: rules.AttentionCall) -> set[str]:
         layout(dim=64, page_size=32),
         layout(dim=512, page_size=512, kv_heads=1, query_heads=64),
         layout("int8:channel:static:scale=bf16"),
-        layout("int8:channel:static:asym"),
-        layout("int8:head:static"),
-        layout("int8:tensor:static", dtype=torch.float16),
+        layout("int8:head:static:scale=bf16"),
+        layout("int8:tensor:static:scale=fp16", dtype=torch.float16),
         layout("fp16", dtype=torch.float16, page_size=16, dim=80),
         layout("bf16"),
     ],
@@ -147,9 +146,11 @@ def test_refusals_quote_the_broken_rules(asked: GroupLayout, quoted: set[str]) -
         ("int8:g64", "granularity group"),
         ("int8:asym", "rarely exact"),
         ("int8:scale=bf16", "int8 without scale="),
-        ("k=int8:channel:static,v=int8", "modes_equal"),
-        ("k=int8:channel:static,v=int8:tensor:static", "value_scale_shape"),
-        ("k=int8:channel:static:asym,v=int8:channel:static", "offsets_in_pairs"),
+        ("int8:channel:static:asym", "exact for few zeros"),
+        ("int8:channel:static", "scale=bf16 is the nearest"),
+        ("int8:channel:static:scale=fp16", "scale=bf16 is the nearest"),
+        ("k=int8:channel:static:scale=bf16,v=int8", "modes_equal"),
+        ("k=int8:channel:static:scale=bf16,v=int8:tensor:static:scale=bf16", "value_scale_shape"),
         ("k=int8,v=bf16", "modes_equal"),
     ],
 )
@@ -199,10 +200,12 @@ def test_table_states_the_rules(soc: str, entry: object) -> None:
     assert ("tnd_head_dim" in broken_rules(call)) is (row.packed_dims is not None)
 
 
-def test_static_scales_in_two_dtypes() -> None:
-    """float32 scales that are bfloat16 numbers open; the operator is given bfloat16."""
+def test_formats_by_value(monkeypatch: pytest.MonkeyPatch) -> None:
+    """float32 scales that are bfloat16 numbers open when asked for; the operator is given bfloat16."""
     asked = layout("int8:channel:static")
     side = SideScales(torch.full((2, 128), 0.0625))
+    assert "scale=bf16 is the nearest" in backend().support(asked).reasons[0]
+    monkeypatch.setenv("KVPORT_ASCEND_BY_VALUE", "1")
     store = backend().allocate(asked, 3, scales=[LayerScales(side, side)])
     assert store.operands[0]["key_antiquant_scale"].dtype == torch.bfloat16
     assert store.operands[0]["key_antiquant_mode"] == 0
