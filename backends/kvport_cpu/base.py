@@ -102,29 +102,29 @@ class TorchBackend(Backend):
             )
         # A skipped row (-1) lands in slot 0 of the spare page, whose contents nobody reads: no host sync to filter.
         slots = slots.clamp(min=0)
+        pages, offsets = slots // page_size, slots % page_size
         poisoned: Tensor | None = None
         for (side, fmt, static), rows in zip(store.sides(layer), _rows(store.layout, key, value), strict=True):
             encoded = codec.encode(fmt, rows, static)
             for name, plane in store.of_side(layer, side).items():
-                plane.flatten(0, 1)[slots] = encoded.planes[name]
+                plane[pages, offsets] = encoded.planes[name]  # not through a view: storage may be strided
             if encoded.poisoned is not None:
                 poisoned = encoded.poisoned if poisoned is None else poisoned | encoded.poisoned
         if poisoned is not None and store.poison is not None:
-            flags, pages = store.poison[layer], slots // page_size
-            # A page begins anew with its first slot; only then does an old flag go.
-            begun = torch.zeros_like(flags).index_put_(
-                (pages,), (slots % page_size == 0).to(flags.dtype), accumulate=True
-            )
+            flags = store.poison[layer]
+            # A page begins anew with its first slot; only then does an old flag go. (A sum of flags would wrap.)
+            begun = torch.zeros_like(flags).scatter_reduce_(0, pages, (offsets == 0).to(flags.dtype), "amax")
             flags.masked_fill_(begun > 0, 0)
-            seen = torch.zeros_like(flags).index_put_((pages,), poisoned.to(flags.dtype), accumulate=True)
-            flags.masked_fill_(seen > 0, 1)
+            flags.scatter_reduce_(0, pages, poisoned.to(flags.dtype), "amax")
 
     def seal(
         self, source: Store, target: Store, layer: int, source_pages: Sequence[int], target_pages: Sequence[int]
     ) -> None:
         assert isinstance(source, TorchStore)
         assert isinstance(target, TorchStore)
-        old, new = (torch.tensor(ids, device=self.torch_device) for ids in (source_pages, target_pages))
+        old, new = (
+            torch.tensor(ids, device=self.torch_device, dtype=torch.int64) for ids in (source_pages, target_pages)
+        )
         poisoned = torch.zeros(new.shape, dtype=torch.bool, device=self.torch_device)
         stored = _rows(target.layout, *self._read(source, layer, old))
         for (side, fmt, static), rows in zip(target.sides(layer), stored, strict=True):
