@@ -100,7 +100,7 @@ def test_an_abandoned_rewrite_keeps_what_the_sibling_sealed() -> None:
     second.truncate(2)
     twin.truncate(2)
     before = state(cache)
-    with pytest.raises(ZeroDivisionError), cache.step({second: 3}) as step:
+    with pytest.raises(ZeroDivisionError), cache.step({second: 3}) as step:  # noqa: PT012 - the step is the subject
         step.append(0, torch.full((3, 2, 16), 9.0), torch.full((3, 2, 16), 9.0))
         raise ZeroDivisionError
     assert state(cache) == before
@@ -186,7 +186,8 @@ def test_an_exception_after_sealing_restores_everything(format: str, fails: str)
     before = state(cache)
     backend.fails = fails
     tokens = {child: 2, parent: 1, grandchild: 0}
-    with pytest.raises(Exception) as error:  # noqa: PT011 - which one depends on the parameter
+    # Which exception it is depends on the parameter; the step is the subject.
+    with pytest.raises(Exception) as error:  # noqa: PT011, PT012, SIM117
         with cache.step(tokens) as step:
             if fails == "body":
                 step.append(0, torch.ones(3, 2, 16), torch.ones(3, 2, 16))
