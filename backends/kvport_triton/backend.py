@@ -1,0 +1,456 @@
+"""The backend object: launches the kernels over the private page layout.
+
+Importing this module imports triton; see :mod:`kvport_triton.availability` for what that decides.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any, ClassVar, Final
+
+import numpy as np
+import torch
+import triton
+from kvport_cpu.base import TorchBackend
+from torch import Tensor
+
+from kvport import codec
+from kvport.backend import Execution, Plan, StepArrays, Store, Support
+from kvport.errors import InvalidArgument, Unsupported
+from kvport.layout import GroupLayout
+from kvport.scales import LayerScales, SideScales
+from kvport_triton.kernels.attend import CODES, EXACT, NATIVE, attend_kernel, merge_kernel
+from kvport_triton.kernels.encode import append_kernel, begin_pages_kernel
+from kvport_triton.planning import Launch, Prepared, prepare
+from kvport_triton.sides import DTYPE_NUMBER, bits_view, sides
+from kvport_triton.store import TritonStore, private_shape, to_private
+from kvport_triton.tuning import INTERPRETED_PROCESSORS, MOST_VERIFY, Mode, Tuning, tuning
+
+PAGE_SIZES: Final = (16, 32, 64, 128, 256)
+MOST_GROUP: Final = 16
+DIMS: Final = range(16, 257)
+POISON: Final = "poison"  # the name of the flag buffer beside the planes
+#: Channels a merge program takes, and partials it reads at a time.
+MERGE_CHANNELS: Final = 64
+MERGE_SPLITS: Final = 16
+_MODE_NUMBER: Final[dict[Mode, int]] = {"codes": CODES.value, "native": NATIVE.value, "exact": EXACT.value}
+
+
+class TritonBackend(TorchBackend):
+    """Triton kernels on an NVIDIA GPU, or in Triton's interpreter."""
+
+    name: ClassVar[str] = "triton"
+
+    def __init__(self, device: str, torch_device: torch.device, *, interpreted: bool) -> None:
+        super().__init__(device, torch_device)
+        self.interpreted = interpreted
+        self.execution: Execution = "interpreter" if interpreted else "hardware"
+        self.processors = (
+            INTERPRETED_PROCESSORS
+            if interpreted
+            else torch.cuda.get_device_properties(torch_device).multi_processor_count
+        )
+
+    # -- what is possible ----------------------------------------------------------------------------------------
+
+    def support(self, layout: GroupLayout) -> Support:
+        return Support(reasons=tuple(_unmet(layout)))
+
+    def page_bytes(self, layout: GroupLayout) -> int:
+        # The private layout is a permutation of the canonical planes; static integers add a flag per page and layer.
+        return layout.canonical_page_bytes + (layout.layers if _has_flags(layout) else 0)
+
+    def allocate(
+        self,
+        layout: GroupLayout,
+        pages: int,
+        *,
+        scales: Sequence[LayerScales] | None = None,
+        storage: Mapping[str, Tensor] | None = None,
+    ) -> TritonStore:
+        support = self.support(layout)
+        if not support.ok:
+            raise Unsupported(f"backend {self.name} cannot store {layout.format}", support.reasons)
+        wanted = {p.name: ((layout.layers, pages, *private_shape(p, layout)), p.dtype) for p in layout.planes}
+        if _has_flags(layout):
+            wanted[POISON] = ((layout.layers, pages), torch.uint8)
+        tensors = {
+            name: torch.empty(shape, dtype=dtype, device=self.torch_device)
+            if storage is None
+            else _take(storage, name, shape, dtype, self.torch_device)
+            for name, (shape, dtype) in wanted.items()
+        }
+        poison = tensors.pop(POISON, None)
+        if poison is not None:
+            poison.zero_()
+        moved = tuple(_to_device(s, self.torch_device) for s in scales or [LayerScales()] * layout.layers)
+        return TritonStore(layout, pages, tensors, moved, poison)
+
+    def buffers(self, store: Store) -> dict[str, Tensor]:
+        assert isinstance(store, TritonStore)
+        return store.planes if store.poison is None else {**store.planes, POISON: store.poison}
+
+    # -- writing -------------------------------------------------------------------------------------------------
+
+    def append(self, store: Store, layer: int, key: Tensor, value: Tensor | None, slots: Tensor) -> None:
+        assert isinstance(store, TritonStore)
+        assert value is not None, "latent layouts are refused by support()"
+        layout, tokens = store.layout, key.shape[0]
+        if tokens == 0:
+            return
+        flags = store.poison[layer] if store.poison is not None else slots
+        with self._on_device():
+            if store.poison is not None:
+                begin_pages_kernel[(triton.cdiv(tokens, 1024),)](
+                    flags, slots, tokens, PAGE=layout.page_size, BLOCK=1024
+                )
+            # Short steps spread over the processors; long ones encode runs that fill whole sectors of a page.
+            block = min(layout.page_size, 32) if tokens >= 2048 or self.interpreted else 8
+            arguments: list[Any] = []
+            constants: dict[str, Any] = {}
+            for side, name, prefix, rows in zip(sides(layout), ("key", "value"), "KV", (key, value), strict=True):
+                codes = store.planes[f"{name}.codes"][layer]
+                raw = not side.quantized and rows.dtype == codes.dtype
+                if not side.quantized:
+                    codes = bits_view(codes)
+                scale, zero = self._scales(store, layer, name)
+                static = _static(store.scales[layer], name)
+                rows = rows.detach()
+                arguments += [
+                    bits_view(rows) if raw else rows, *rows.stride(), codes, scale, zero, *self._static(static, codes),
+                ]  # fmt: skip
+                constants |= side.constants(prefix)
+                constants[f"{prefix}_FLOAT"] = 0 if side.quantized else DTYPE_NUMBER[_plane_dtype(store, name)]
+                constants[f"{prefix}_RAW"] = raw
+            append_kernel[(triton.cdiv(tokens, block), layout.kv_heads, 2)](
+                *arguments, flags, slots, tokens, layout.kv_heads, BT=block, PAGE=layout.page_size, **constants
+            )
+
+    def seal(
+        self, source: Store, target: Store, layer: int, source_pages: Sequence[int], target_pages: Sequence[int]
+    ) -> None:
+        assert isinstance(source, TritonStore)
+        if not source_pages:
+            return
+        size = source.layout.page_size
+        table = torch.tensor(source_pages, dtype=torch.int64, device=self.torch_device).unsqueeze(0)
+        key, value = self.gather(source, layer, table, [len(source_pages) * size], torch.float32)
+        first = torch.tensor(target_pages, dtype=torch.int64, device=self.torch_device) * size
+        slots = (first.unsqueeze(-1) + torch.arange(size, device=self.torch_device)).flatten()
+        self.append(target, layer, key[0], value[0], slots)
+
+    def copy_pages(self, store: Store, source: Sequence[int], target: Sequence[int]) -> None:
+        if not source:
+            return
+        old, new = (torch.tensor(ids, device=self.torch_device, dtype=torch.int64) for ids in (source, target))
+        for plane in self.buffers(store).values():
+            plane[:, new] = plane[:, old]
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def plan(self, store: Store, arrays: StepArrays) -> Plan:
+        layout = store.layout
+        counts = np.diff(arrays.query_starts.numpy())
+        most = {"decode": 1, "verify": 1, "prefill": int(counts.max(initial=1))}
+        few = counts[counts <= MOST_VERIFY]
+        most["verify"] = int(few.max(initial=1))
+        # Work is cut for the layout's own dtype; attend cuts nothing, so a query of another dtype only changes tiles.
+        shapes = {
+            kind: self._tuning(layout, kind, self._mode(layout, layout.dtype), layout.group_size, tokens).shape(
+                self.processors
+            )
+            for kind, tokens in most.items()
+        }
+        device, prepared = prepare(
+            arrays,
+            self.torch_device,
+            group=layout.group_size,
+            kv_heads=layout.kv_heads,
+            window=layout.window,
+            shapes=shapes,
+            most_verify=MOST_VERIFY,
+        )
+        return Plan(arrays, device, prepared)
+
+    def attend(
+        self,
+        store: Store,
+        layer: int,
+        query: Tensor,
+        plan: Plan,
+        *,
+        scale: float,
+        softcap: float | None = None,
+        sinks: Tensor | None = None,
+        partial: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        assert isinstance(store, TritonStore)
+        layout = store.layout
+        if partial and sinks is not None:
+            raise InvalidArgument("sinks belong to the merged result: pass them once, not to a partial")
+        group = query.shape[1] // layout.kv_heads
+        plan = self._plan_for(store, query, plan, group)
+        prepared: Prepared = plan.private
+        out_dtype = torch.float32 if partial else query.dtype
+        # The interpreter truncates when it stores bf16, so it stores float32 and torch rounds.
+        made = torch.float32 if self.interpreted else out_dtype
+        out = torch.empty((query.shape[0], query.shape[1], layout.value_dim), dtype=made, device=self.torch_device)
+        lse = torch.empty((query.shape[0], query.shape[1]), dtype=torch.float32, device=self.torch_device)
+        if query.shape[0] == 0:
+            return out.to(out_dtype), lse
+        with self._on_device():
+            for launch in prepared.launches:
+                self._launch(store, layer, query, plan, launch, group, out, lse, scale, softcap, sinks)
+        return out.to(out_dtype), lse
+
+    def _launch(
+        self,
+        store: TritonStore,
+        layer: int,
+        query: Tensor,
+        plan: Plan,
+        launch: Launch,
+        group: int,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> None:
+        layout = store.layout
+        mode = self._mode(layout, query.dtype)
+        tuned = self._tuning(layout, launch.kind, mode, group, launch.row_count // group)
+        tuned = replace(tuned, tile=launch.shape.tile)
+        key, value = sides(layout)
+        part_out, part_lse = self._scratch(plan.private, launch, layout, out, lse)
+        table = plan.device.page_table
+        arguments: list[Any] = [query.detach(), *query.stride()]
+        for name in ("key", "value"):
+            codes = store.planes[f"{name}.codes"][layer]
+            static = _static(store.scales[layer], name)
+            arguments += [codes, *self._scales(store, layer, name), *self._static(static, codes)]
+        sink = lse if sinks is None else sinks.to(self.torch_device, torch.float32)
+        attend_kernel[(launch.item_count * layout.kv_heads,)](
+            *arguments, table, table.shape[1], launch.items, out, lse, part_out, part_lse, sink,
+            layout.kv_heads, query.shape[1], layout.window or 0, float(scale), float(softcap or 1.0),
+            MODE=_MODE_NUMBER[mode],
+            MASK_ROWS=launch.kind != "decode",
+            WINDOW=layout.window is not None,
+            SOFTCAP=softcap is not None,
+            SINK=sinks is not None,
+            GROUP=group,
+            ROWS=launch.row_count,
+            M=max(16, triton.next_power_of_2(launch.row_count)),
+            T=tuned.tile,
+            PAGE=layout.page_size,
+            STAGES=tuned.stages,
+            INTERP=self.interpreted,
+            **key.constants("K"),
+            **value.constants("V"),
+            num_warps=tuned.warps,
+        )  # fmt: skip
+        if launch.block_count:
+            channels = min(MERGE_CHANNELS, triton.next_power_of_2(layout.value_dim))
+            rows = launch.row_count * triton.cdiv(layout.value_dim, channels)
+            merge_kernel[(launch.block_count, layout.kv_heads, rows)](
+                launch.blocks, part_out, part_lse, out, lse, sink, layout.kv_heads, query.shape[1],
+                SINK=sinks is not None, GROUP=group, ROWS=launch.row_count, DIM=layout.value_dim, CHANNELS=channels,
+                SPLITS=MERGE_SPLITS, num_warps=4,
+            )  # fmt: skip
+
+    def gather(
+        self, store: Store, layer: int, page_table: Tensor, lengths: Sequence[int], dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
+        assert isinstance(store, TritonStore)
+        longest = max(lengths, default=0)
+        pages = page_table[:, : store.layout.pages_for(longest)]
+        key, value = (
+            t.view(pages.shape[0], pages.shape[1] * store.layout.page_size, *t.shape[2:])[:, :longest]
+            for t in self._read(store, layer, pages.flatten().to(torch.int64))
+        )
+        for s, length in enumerate(lengths):
+            if length < longest:
+                key[s, length:] = 0
+                value[s, length:] = 0
+        return key.to(dtype), value.to(dtype)
+
+    def export_pages(self, store: Store, layer: int, pages: Sequence[int]) -> dict[str, Tensor]:
+        assert isinstance(store, TritonStore)
+        index = torch.tensor(pages, device=self.torch_device, dtype=torch.int64)
+        return {name: plane.cpu() for name, plane in store.canonical(layer, index).items()}
+
+    def import_pages(self, store: Store, layer: int, pages: Sequence[int], planes: Mapping[str, Tensor]) -> None:
+        assert isinstance(store, TritonStore)
+        index = torch.tensor(pages, device=self.torch_device, dtype=torch.int64)
+        for plane in store.layout.planes:
+            given = planes[plane.name].to(self.torch_device)
+            store.planes[plane.name][layer][index] = to_private(plane, store.layout, given)
+        if store.poison is not None:
+            store.poison[layer][index] = 0
+
+    def poisoned(self, store: Store) -> Tensor:
+        assert isinstance(store, TritonStore)
+        if store.poison is None:
+            return torch.zeros((store.layout.layers, store.pages), dtype=torch.bool)
+        return store.poison.cpu() > 0
+
+    # -- facts ---------------------------------------------------------------------------------------------------
+
+    def facts(self) -> dict[str, str]:
+        found = {"torch": str(torch.__version__), "triton": str(triton.__version__)}
+        if self.interpreted:
+            found["device_name"] = "Triton interpreter (numpy), no GPU"
+        else:
+            properties = torch.cuda.get_device_properties(self.torch_device)
+            found["device_name"] = properties.name
+            found["capability"] = f"{properties.major}.{properties.minor}"
+            found["processors"] = str(properties.multi_processor_count)
+            found["cuda"] = str(torch.version.cuda)
+        return found
+
+    def synchronize(self) -> None:
+        if not self.interpreted:
+            torch.cuda.synchronize(self.torch_device)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _on_device(self) -> Any:
+        """Triton launches on torch's current device; the interpreter computes with numpy, which warns of infinities."""
+        return np.errstate(all="ignore") if self.interpreted else torch.cuda.device(self.torch_device)
+
+    def _mode(self, layout: GroupLayout, query: torch.dtype) -> Mode:
+        """How products are made; see :mod:`kvport_triton.kernels.attend`."""
+        key, value = layout.format.key, layout.format.value
+        if query == torch.float32:
+            return "exact"
+        if all(side.sliceable for side in sides(layout)):
+            return "codes"
+        if not key.quantized and not value.quantized and key.code_torch_dtype == value.code_torch_dtype == query:
+            return "native"
+        return "exact"
+
+    def _tuning(self, layout: GroupLayout, kind: str, mode: Mode, group: int, tokens: int) -> Tuning:
+        bits = max(layout.format.key.bits, layout.format.value.bits)
+        tuned = tuning(
+            kind, mode, dim=max(layout.key_dim, layout.value_dim), bits=bits, group=group, most_tokens=tokens
+        )
+        # The interpreter runs the same kernels; small tiles keep its numpy arrays as small as the test shapes.
+        return replace(tuned, tile=min(tuned.tile, 64)) if self.interpreted else tuned
+
+    def _plan_for(self, store: TritonStore, query: Tensor, plan: Plan, group: int) -> Plan:
+        """The step's plan, or one of its own for a layer that reads these pages with other query heads or another
+        dtype than the layout's (its tiles differ); made once and kept beside the first."""
+        layout = store.layout
+        if group == layout.group_size and self._mode(layout, query.dtype) == self._mode(layout, layout.dtype):
+            return plan
+        prepared: Prepared = plan.private
+        key = (group, query.dtype)
+        if key not in prepared.others:
+            other = TritonStore(
+                replace(layout, query_heads=group * layout.kv_heads, dtype=query.dtype), 0, {}, (), None
+            )
+            prepared.others[key] = self.plan(other, plan.host)
+        return prepared.others[key]
+
+    def _scratch(
+        self, prepared: Prepared, launch: Launch, layout: GroupLayout, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Partials of one launch: float32 output and base-2 LSE, shared by all layers (they run in stream order)."""
+        if launch.partials == 0:
+            return out, lse
+        if launch.kind not in prepared.scratch:
+            rows = launch.partials * layout.kv_heads * launch.row_count
+            prepared.scratch[launch.kind] = (
+                torch.empty((rows, layout.value_dim), dtype=torch.float32, device=self.torch_device),
+                torch.empty((rows,), dtype=torch.float32, device=self.torch_device),
+            )
+        return prepared.scratch[launch.kind]
+
+    def _scales(self, store: TritonStore, layer: int, side: str) -> tuple[Tensor, Tensor]:
+        """Bits of the scale and zero planes of one side, or the codes in their place where there are none."""
+        codes = store.planes[f"{side}.codes"][layer]
+        found = [store.planes.get(f"{side}.{part}") for part in ("scale", "zero")]
+        scale, zero = (codes if plane is None else bits_view(plane[layer]) for plane in found)
+        return scale, zero
+
+    def _static(self, static: SideScales | None, codes: Tensor) -> tuple[Tensor, Tensor]:
+        if static is None:
+            return codes, codes
+        scale = bits_view(static.scale.reshape(-1))
+        return scale, scale if static.zero is None else bits_view(static.zero.reshape(-1))
+
+    def _read(self, store: Any, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
+        """Decode pages ``(n,)`` to float32 K ``(n, P, kv_heads, D)`` and V."""
+        planes = store.canonical(layer, pages)
+        found = []
+        for side, fmt, static in store.sides(layer):
+            prefix = f"{side}."
+            parts = {n.removeprefix(prefix): p for n, p in planes.items() if n.startswith(prefix)}
+            found.append(codec.decode(fmt, parts, static))
+        return found[0], found[1]
+
+
+def _unmet(layout: GroupLayout) -> list[str]:
+    """Every reason why these pages cannot be stored and attended here."""
+    found = []
+    if layout.page_size not in PAGE_SIZES:
+        near = min(PAGE_SIZES, key=lambda size: abs(size - layout.page_size))
+        found.append(f"page size {layout.page_size}: supported are {_words(PAGE_SIZES)}; nearest is {near}")
+    if layout.group_size > MOST_GROUP:
+        found.append(f"{layout.group_size} query heads per KV head: supported are 1 to {MOST_GROUP}")
+    if layout.latent:
+        return [*found, "latent (MLA) layers: supported are layers with K and V of their own"]
+    for side in layout.sides:
+        name, fmt, dim = side.name, side.format, side.dim
+        if dim not in DIMS:
+            found.append(f"{name} dim {dim}: supported are {DIMS.start} to {DIMS.stop - 1}")
+        if fmt.quantized and fmt.code not in ("int8", "int4", "int2"):
+            found.append(f"{name} code {fmt.code}: supported are int8, int4, int2 and float pages")
+        elif fmt.granularity not in ("token", "group", "tensor", "head", "channel"):
+            found.append(f"{name} granularity of {fmt}: supported are token, gN, and static tensor, head and channel")
+        elif fmt.granularity == "group" and fmt.group % (8 // min(fmt.bits, 8)):
+            found.append(f"{name} groups of {fmt.group} channels: {fmt.code} needs a multiple of {8 // fmt.bits}")
+    return found
+
+
+def _has_flags(layout: GroupLayout) -> bool:
+    # Only a static integer format has nowhere to keep a NaN visible.
+    return any(side.format.hides_nan for side in layout.sides)
+
+
+def _static(scales: LayerScales, side: str) -> SideScales | None:
+    return scales.key if side == "key" else scales.value
+
+
+def _plane_dtype(store: TritonStore, side: str) -> torch.dtype:
+    return store.planes[f"{side}.codes"].dtype
+
+
+def _words(items: Sequence[int]) -> str:
+    return ", ".join(str(item) for item in items)
+
+
+def _take(
+    storage: Mapping[str, Tensor], name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    if name not in storage:
+        raise InvalidArgument(f"storage lacks {name!r}; it needs {shape} of {dtype}")
+    tensor = storage[name]
+    if tuple(tensor.shape) != shape or tensor.dtype != dtype or tensor.device.type != device.type:
+        raise InvalidArgument(
+            f"storage {name!r} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}; "
+            f"needs {shape} {dtype} on {device}"
+        )
+    if not tensor.is_contiguous():
+        raise InvalidArgument(f"storage {name!r} has strides {tensor.stride()}; it must be contiguous")
+    return tensor
+
+
+def _to_device(scales: LayerScales, device: torch.device) -> LayerScales:
+    def move(side: SideScales | None) -> SideScales | None:
+        if side is None:
+            return None
+        return SideScales(side.scale.to(device), None if side.zero is None else side.zero.to(device))
+
+    return LayerScales(move(scales.key), move(scales.value))

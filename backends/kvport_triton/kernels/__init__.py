@@ -1,0 +1,1 @@
+"""The Triton kernels. Importing this package imports triton, which decides how the process runs them."""

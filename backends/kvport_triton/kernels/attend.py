@@ -1,0 +1,617 @@
+# mypy: ignore-errors
+# ruff: noqa: N803, N806, E741, SIM108
+# Triton's language is not typed Python: tensors, constexprs and pointers share one notation, compile-time names are in
+# capitals, and what depends on one of them is an if statement, never a conditional expression. Calls keep their
+# arguments in lines by meaning (K, V, static, geometry), not one a line.
+# fmt: off
+"""attend: one program takes a tile of query rows of one KV head over a run of stored tokens.
+
+Rows of a tile are (token, query head of the group), so K and V are read once for the whole group. Work items come from
+the plan; an item whose run is only a part of what its rows see leaves a normalized partial and its base-2 LSE for
+:func:`merge_kernel`.
+
+Products (``MODE``):
+
+``CODES``
+    Integer codes become float16 in registers, exactly; codes of asymmetric formats minus half their range, so that
+    large codes and zeros do not cancel in float16 (the zeros take up the half, in float32). The query is scaled by a
+    power of two per row into float16's range. K's scales multiply the scores, V's the softmax weights; neither
+    multiplies an element of K or V. Weights are kept relative to the largest V scale met so far (``top``) and lifted
+    by 2**15, so that float16 holds them with full precision down to 2**-29 of the largest.
+``NATIVE``
+    Float pages in the query's own dtype.
+``EXACT``
+    Decoded to float32 and multiplied in IEEE float32: float32 queries, and every combination without a faster way.
+
+A row of K or V is cut into slices: one per (group of channels, position of the code inside its byte). Slice (g, p) has
+channels g * N + p, g * N + p + PER_BYTE, ...; up to four slices have their own query tile and accumulator.
+
+Masked lanes are selected away, never multiplied by zero: unwritten slots hold any bits.
+"""
+
+import triton
+import triton.language as tl
+
+from kvport_triton.kernels.numerics import (
+    LN_2,
+    LOG2_E,
+    decode_half,
+    decode_int,
+    dot,
+    dot_add,
+    is_finite,
+    load_scale,
+    pick,
+    tanh,
+)
+
+CODES = tl.constexpr(0)
+NATIVE = tl.constexpr(1)
+EXACT = tl.constexpr(2)
+ITEM_FIELDS = tl.constexpr(10)
+BLOCK_FIELDS = tl.constexpr(4)
+SMALLEST_HALF = tl.constexpr(2.0**-14)  # normal float16
+SMALLEST_TOP = tl.constexpr(2.0**-110)  # its reciprocal, and every product with it, stays a normal float32
+NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
+INFINITY = tl.constexpr(float("inf"))
+NAN = tl.constexpr(float("nan"))
+
+
+@triton.jit
+def _query_slice(
+    Q, rows, heads, live, q_token, q_head, q_dim,
+    G: tl.constexpr, POSITION: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, PER_BYTE: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    """float32 (M, WIDTH); zero past the slice's end and in rows that are not live."""
+    j = tl.arange(0, WIDTH)
+    d = G * (DIM // GROUPS) + j * PER_BYTE + POSITION
+    address = Q + rows.to(tl.int64)[:, None] * q_token + heads[:, None] * q_head + d[None, :] * q_dim
+    used = live[:, None] & (j < DIM // (GROUPS * PER_BYTE))[None, :]
+    return tl.load(address, mask=used, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _static_slice(
+    S, h, G: tl.constexpr, POSITION: tl.constexpr, DIM: tl.constexpr, GROUPS: tl.constexpr, PER_BYTE: tl.constexpr,
+    WIDTH: tl.constexpr, STATIC: tl.constexpr, SCALE: tl.constexpr,
+):
+    """Static scales or zeros of a slice, float32 (WIDTH,)."""
+    j = tl.arange(0, WIDTH)
+    inside = j < DIM // (GROUPS * PER_BYTE)
+    if STATIC == 1:
+        return load_scale(S + j * 0, inside, SCALE)
+    elif STATIC == 2:
+        return load_scale(S + j * 0 + h, inside, SCALE)
+    else:
+        return load_scale(S + h * DIM + G * (DIM // GROUPS) + j * PER_BYTE + POSITION, inside, SCALE)
+
+
+@triton.jit
+def _exact_key(
+    stored, S, Z, STATIC_S, STATIC_Z, base, offset, h, POSITION: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    BITS: tl.constexpr, PER_BYTE: tl.constexpr, QUANTIZED: tl.constexpr, SYMMETRIC: tl.constexpr,
+    GROUPS: tl.constexpr, STATIC: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr,
+):
+    """Decode stored (T, WIDTH) at one position of each byte to float32."""
+    if not QUANTIZED:
+        return stored.to(tl.float32)
+    x = decode_int(stored, POSITION, BITS, SYMMETRIC).to(tl.float32)
+    if STATIC > 0:
+        x = x * _static_slice(STATIC_S, h, 0, POSITION, DIM, 1, PER_BYTE, WIDTH, STATIC, SCALE)[None, :]
+        if not SYMMETRIC:
+            x = x + _static_slice(STATIC_Z, h, 0, POSITION, DIM, 1, PER_BYTE, WIDTH, STATIC, SCALE)[None, :]
+    else:
+        j = tl.arange(0, WIDTH)
+        group = tl.minimum((j * PER_BYTE + POSITION) // (DIM // GROUPS), GROUPS - 1)
+        where = (base[:, None] * GROUPS + group[None, :]) * PAGE + offset[:, None]
+        x = x * load_scale(S + where, where >= 0, SCALE)
+        if not SYMMETRIC:
+            x = x + load_scale(Z + where, where >= 0, SCALE)
+    return x
+
+
+@triton.jit
+def _exact_value(
+    stored, S, Z, STATIC_S, STATIC_Z, base, offset, h, POSITION: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
+    BITS: tl.constexpr, PER_BYTE: tl.constexpr, SYMMETRIC: tl.constexpr,
+    GROUPS: tl.constexpr, STATIC: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr,
+):
+    """Decode transposed stored (WIDTH, T) at one position of each byte to float32."""
+    x = decode_int(stored, POSITION, BITS, SYMMETRIC).to(tl.float32)
+    if STATIC > 0:
+        x = x * _static_slice(STATIC_S, h, 0, POSITION, DIM, 1, PER_BYTE, WIDTH, STATIC, SCALE)[:, None]
+        if not SYMMETRIC:
+            x = x + _static_slice(STATIC_Z, h, 0, POSITION, DIM, 1, PER_BYTE, WIDTH, STATIC, SCALE)[:, None]
+    else:
+        j = tl.arange(0, WIDTH)
+        group = tl.minimum((j * PER_BYTE + POSITION) // (DIM // GROUPS), GROUPS - 1)
+        where = (base[None, :] * GROUPS + group[:, None]) * PAGE + offset[None, :]
+        x = x * load_scale(S + where, where >= 0, SCALE)
+        if not SYMMETRIC:
+            x = x + load_scale(Z + where, where >= 0, SCALE)
+    return x
+
+
+@triton.jit
+def _weigh_floats(weights, value, acc, seen, PARTLY: tl.constexpr, IEEE: tl.constexpr, INTERP: tl.constexpr):
+    """acc + weights @ value for value (T, WIDTH) of a float dtype.
+
+    In a tile that some rows see only in part (``PARTLY``), NaN and infinities must reach only the rows that see them:
+    they are left out of the product and added where a count over the visible tokens finds them.
+    """
+    if PARTLY:
+        wide = value.to(tl.float32)
+        finite = is_finite(wide)
+        acc = dot_add(weights, tl.where(finite, wide, 0.0).to(value.dtype), acc, IEEE, INTERP)
+        # One product counts all three kinds: a tile has fewer than 256 tokens, and bf16 holds powers of two.
+        kind = tl.where(wide != wide, 1.0, tl.where(wide > 0.0, 256.0, 65536.0))
+        kind = tl.where(finite, 0.0, kind)
+        visible = tl.where(seen, 1.0, 0.0)
+        if not INTERP:
+            visible = visible.to(tl.bfloat16)
+            kind = kind.to(tl.bfloat16)
+        count = dot(visible, kind, False, INTERP).to(tl.int32)
+        nans = (count & 255) > 0
+        ups = ((count >> 8) & 255) > 0
+        downs = (count >> 16) > 0
+        special = tl.where(nans, NAN, tl.where(ups, INFINITY, 0.0)) + tl.where(downs, NEGATIVE_INFINITY, 0.0)
+        return acc + tl.where(count > 0, special, 0.0)
+    else:
+        return dot_add(weights, value, acc, IEEE, INTERP)
+
+
+@triton.jit
+def _tile(
+    t, top, m, l, a0, a1, a2, a3, z0, z1, z2, z3, q0, q1, q2, q3, c0, c1, c2, c3, row_constant, rs, softcap,
+    K, KS, KZ, K_STATIC_S, K_STATIC_Z, V, VS, VZ, V_STATIC_S, V_STATIC_Z, TABLE, table_columns, h, heads,
+    start, end, first, last,
+    MODE: tl.constexpr, PARTLY: tl.constexpr, SOFTCAP: tl.constexpr, T: tl.constexpr, M: tl.constexpr,
+    PAGE: tl.constexpr, INTERP: tl.constexpr,
+    K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_PER_BYTE: tl.constexpr, K_QUANTIZED: tl.constexpr,
+    K_SYMMETRIC: tl.constexpr, K_GROUPS: tl.constexpr, K_STATIC: tl.constexpr, K_SCALE: tl.constexpr,
+    V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_PER_BYTE: tl.constexpr, V_QUANTIZED: tl.constexpr,
+    V_SYMMETRIC: tl.constexpr, V_GROUPS: tl.constexpr, V_STATIC: tl.constexpr, V_SCALE: tl.constexpr,
+    GAIN: tl.constexpr,
+):
+    """One tile of ``T`` stored tokens. Row r sees positions first[r] < j <= last[r] where ``PARTLY``."""
+    i = tl.arange(0, T)
+    if T >= PAGE:
+        column = t * (T // PAGE) + i // PAGE
+        offset = i % PAGE
+    else:
+        column = t // (PAGE // T) + i * 0
+        offset = (t % (PAGE // T)) * T + i
+    page = tl.load(TABLE + column, mask=column < table_columns, other=0)
+    base = page.to(tl.int64) * heads + h
+    position = t * T + i
+    stored = (position >= start) & (position < end)
+    seen = stored[None, :]
+    if PARTLY:
+        seen = seen & (position[None, :] > first[:, None]) & (position[None, :] <= last[:, None])
+
+    # Scores, up to the positive row factor rs.
+    K_SLICED: tl.constexpr = K_GROUPS if MODE == CODES else 1
+    K_USED: tl.constexpr = K_DIM // (K_SLICED * K_PER_BYTE)
+    K_WIDTH: tl.constexpr = triton.next_power_of_2(K_USED) if K_USED > 16 else 16
+    K_BYTES: tl.constexpr = K_DIM // K_PER_BYTE
+    jk = tl.arange(0, K_WIDTH)
+    krow = (base * PAGE + offset) * K_BYTES
+    for g in tl.static_range(K_SLICED):
+        address = K + krow[:, None] + (g * K_USED + jk)[None, :]
+        if K_USED == K_WIDTH:
+            code = tl.load(address)
+        else:
+            code = tl.load(address, mask=(jk < K_USED)[None, :] & (i >= 0)[:, None], other=0)
+        if MODE == CODES:
+            product = dot(pick(g * K_PER_BYTE, q0, q1, q2, q3),
+                          tl.trans(decode_half(code, 0, K_BITS, K_SYMMETRIC, INTERP)), False, INTERP)
+            for p in tl.static_range(1, K_PER_BYTE):
+                product = dot_add(pick(g * K_PER_BYTE + p, q0, q1, q2, q3),
+                                  tl.trans(decode_half(code, p, K_BITS, K_SYMMETRIC, INTERP)), product, False, INTERP)
+            if K_STATIC == 0:
+                where = (base * K_GROUPS + g) * PAGE + offset
+                ks = tl.where(stored, load_scale(KS + where, where >= 0, K_SCALE), 0.0)
+                product = product * ks[None, :]
+                if not K_SYMMETRIC:
+                    kz = tl.where(stored, load_scale(KZ + where, where >= 0, K_SCALE), 0.0)
+                    kz = kz + ks * 2.0 ** (K_BITS - 1)
+                    product = product + pick(g, c0, c1, c2, c3)[:, None] * kz[None, :]
+            if g == 0:
+                x = product
+            else:
+                x = x + product
+        elif MODE == NATIVE:
+            x = dot(q0, tl.trans(code), False, INTERP)
+        else:
+            for p in tl.static_range(K_PER_BYTE):
+                key = _exact_key(code, KS, KZ, K_STATIC_S, K_STATIC_Z, base, offset, h, p, K_DIM, PAGE, K_BITS,
+                                 K_PER_BYTE, K_QUANTIZED, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE, K_WIDTH)
+                if p == 0:
+                    x = dot(q0, tl.trans(key), True, INTERP)
+                else:
+                    x = dot_add(pick(p, q0, q1, q2, q3), tl.trans(key), x, True, INTERP)
+    if MODE == CODES and K_STATIC > 0 and not K_SYMMETRIC:
+        x = x + row_constant[:, None]
+    if SOFTCAP:
+        x = tanh(x * (rs / (softcap * LOG2_E))[:, None]) * (softcap * LOG2_E)
+        rate = tl.full([M], 1.0, tl.float32)
+    else:
+        rate = rs
+    if MODE == CODES and not PARTLY and not SOFTCAP and K_STATIC == 0:
+        x = x + tl.where(stored, 0.0, NEGATIVE_INFINITY)[None, :]  # masked scores are 0 here, their scale was selected
+    else:
+        x = tl.where(seen, x, NEGATIVE_INFINITY)
+
+    new = tl.maximum(m, tl.max(x, 1))
+    finite = tl.where(new == NEGATIVE_INFINITY, 0.0, new)  # a row that has seen nothing keeps weights 0
+    shrink = tl.exp2((m - finite) * rate)
+    weights = tl.exp2(x * rate[:, None] - (finite * rate - GAIN)[:, None])
+    if MODE == CODES and V_STATIC > 0 and not V_SYMMETRIC:
+        # Static zeros are added once at the end, times 1: the weights must sum to 1 as they were rounded.
+        l = l * shrink + tl.sum(weights.to(tl.float16).to(tl.float32), 1)
+    else:
+        l = l * shrink + tl.sum(weights, 1)
+
+    V_SLICED: tl.constexpr = V_GROUPS if MODE == CODES else 1
+    V_USED: tl.constexpr = V_DIM // (V_SLICED * V_PER_BYTE)
+    V_WIDTH: tl.constexpr = triton.next_power_of_2(V_USED) if V_USED > 16 else 16
+    V_BYTES: tl.constexpr = V_DIM // V_PER_BYTE
+    jv = tl.arange(0, V_WIDTH)
+    if MODE == CODES and V_STATIC == 0:
+        peak = tl.zeros([T], tl.float32)
+        for g in tl.static_range(V_GROUPS):
+            where = (base * V_GROUPS + g) * PAGE + offset
+            vs = tl.where(stored, load_scale(VS + where, where >= 0, V_SCALE), 0.0)
+            peak = tl.maximum(peak, tl.where(vs == vs, vs, 0.0))
+        higher = tl.maximum(top, tl.max(peak, 0))
+        inverse = 1.0 / higher
+        rescale = shrink * (top * inverse)
+        top = higher
+    else:
+        rescale = shrink
+    for g in tl.static_range(V_SLICED):
+        if MODE == CODES or (MODE == EXACT and V_QUANTIZED):
+            address = V + base[None, :] * (V_BYTES * PAGE) + (g * V_USED + jv)[:, None] * PAGE + offset[None, :]
+            if V_USED == V_WIDTH:
+                code = tl.load(address)
+            else:
+                code = tl.load(address, mask=(jv < V_USED)[:, None] & (i >= 0)[None, :], other=0)
+        else:
+            address = V + ((base * PAGE + offset) * V_DIM)[:, None] + jv[None, :]
+            code = tl.load(address, mask=(jv < V_USED)[None, :] & stored[:, None], other=0.0)
+        if MODE == CODES:
+            if V_STATIC == 0:
+                where = (base * V_GROUPS + g) * PAGE + offset
+                vs = tl.where(stored, load_scale(VS + where, where >= 0, V_SCALE), 0.0)
+                w = weights * (vs * inverse)[None, :]
+                if PARTLY:
+                    w = tl.where(seen, w, 0.0)  # a NaN scale reaches only the rows that see its token
+                w16 = w.to(tl.float16)
+                if not V_SYMMETRIC:
+                    # v = scale * code + zero may cancel, so both parts must carry the same rounded weight: the zero
+                    # part takes back w16's, unless that is too small to be precise (or the scale is 0).
+                    vz = tl.where(stored, load_scale(VZ + where, where >= 0, V_SCALE), 0.0)
+                    vz = vz + vs * 2.0 ** (V_BITS - 1)
+                    ratio = tl.where(vs > 0.0, vz / tl.where(vs > 0.0, vs * inverse, 1.0), 0.0)
+                    wide = w16.to(tl.float32)
+                    shift = tl.where(wide >= SMALLEST_HALF, wide * ratio[None, :], weights * vz[None, :])
+                    if PARTLY:
+                        shift = tl.where(seen, shift, 0.0)
+                    z = pick(g, z0, z1, z2, z3) * shrink + tl.sum(shift, 1)
+                    if g == 0:
+                        z0 = z
+                    elif g == 1:
+                        z1 = z
+                    elif g == 2:
+                        z2 = z
+                    else:
+                        z3 = z
+            else:
+                w16 = weights.to(tl.float16)
+            for p in tl.static_range(V_PER_BYTE):
+                a = dot_add(w16, tl.trans(decode_half(code, p, V_BITS, V_SYMMETRIC, INTERP)),
+                            pick(g * V_PER_BYTE + p, a0, a1, a2, a3) * rescale[:, None], False, INTERP)
+                if g * V_PER_BYTE + p == 0:
+                    a0 = a
+                elif g * V_PER_BYTE + p == 1:
+                    a1 = a
+                elif g * V_PER_BYTE + p == 2:
+                    a2 = a
+                else:
+                    a3 = a
+        elif MODE == NATIVE:
+            w = weights if INTERP else weights.to(code.dtype)  # the interpreter would truncate to bf16
+            a0 = _weigh_floats(w, code, a0 * rescale[:, None], seen, PARTLY, False, INTERP)
+        else:
+            for p in tl.static_range(V_PER_BYTE):
+                if V_QUANTIZED:
+                    value = _exact_value(code, VS, VZ, V_STATIC_S, V_STATIC_Z, base, offset, h, p, V_DIM, PAGE,
+                                         V_BITS, V_PER_BYTE, V_SYMMETRIC, V_GROUPS, V_STATIC, V_SCALE, V_WIDTH)
+                    value = tl.trans(tl.where(stored[None, :], value, 0.0))
+                else:
+                    value = code.to(tl.float32)
+                a = _weigh_floats(weights, value, pick(p, a0, a1, a2, a3) * rescale[:, None], seen, PARTLY, True,
+                                  INTERP)
+                if p == 0:
+                    a0 = a
+                elif p == 1:
+                    a1 = a
+                elif p == 2:
+                    a2 = a
+                else:
+                    a3 = a
+    return top, new, l, a0, a1, a2, a3, z0, z1, z2, z3
+
+
+@triton.jit
+def _with_sink(lse, sink):
+    """Base-2 LSE with one more logit, and the factor for what was normalized without it; -inf stays -inf."""
+    high = tl.maximum(lse, sink)
+    total = high + tl.log2(tl.exp2(lse - high) + tl.exp2(sink - high))
+    total = tl.where(lse == NEGATIVE_INFINITY, lse, total)
+    return total, tl.where(lse == NEGATIVE_INFINITY, 0.0, tl.exp2(lse - total))
+
+
+@triton.jit(do_not_specialize=["table_columns", "heads", "query_heads", "window"])
+def attend_kernel(
+    Q, q_token, q_head, q_dim,
+    K, KS, KZ, K_STATIC_S, K_STATIC_Z, V, VS, VZ, V_STATIC_S, V_STATIC_Z,
+    TABLE, table_columns, ITEMS, OUT, LSE, PART_OUT, PART_LSE, SINKS, heads, query_heads, window, scale, softcap,
+    MODE: tl.constexpr, MASK_ROWS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINK: tl.constexpr,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAGE: tl.constexpr,
+    STAGES: tl.constexpr, INTERP: tl.constexpr,
+    K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_PER_BYTE: tl.constexpr, K_QUANTIZED: tl.constexpr,
+    K_SYMMETRIC: tl.constexpr, K_GROUPS: tl.constexpr, K_STATIC: tl.constexpr, K_SCALE: tl.constexpr,
+    V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_PER_BYTE: tl.constexpr, V_QUANTIZED: tl.constexpr,
+    V_SYMMETRIC: tl.constexpr, V_GROUPS: tl.constexpr, V_STATIC: tl.constexpr, V_SCALE: tl.constexpr,
+):
+    """Grid: (items * KV heads,), heads fastest. ``M`` >= ``ROWS`` = query tokens of a tile * ``GROUP`` heads."""
+    h = tl.program_id(0) % heads
+    item = ITEMS + (tl.program_id(0) // heads) * ITEM_FIELDS
+    sequence = tl.load(item)
+    row = tl.load(item + 1)
+    tokens = tl.load(item + 2)
+    query_position = tl.load(item + 3)
+    start = tl.load(item + 4)
+    end = tl.load(item + 5)
+    tile_first = tl.load(item + 6)
+    tile_end = tl.load(item + 7)
+    splits = tl.load(item + 8)
+    part = tl.load(item + 9)
+
+    r = tl.arange(0, M)
+    token = r // GROUP
+    live = (token < tokens) & (r < ROWS)
+    rows = row + tl.where(live, token, 0)
+    q_heads = h * GROUP + r % GROUP
+    last = query_position + token
+    if WINDOW:
+        first = last - window
+    else:
+        first = tl.full([M], -1, tl.int32)
+
+    # The query: sign of the scale folded in; in CODES mode scaled per row by a power of two into float16's range.
+    K_SLICED: tl.constexpr = K_GROUPS if MODE == CODES else 1
+    K_USED: tl.constexpr = K_DIM // (K_SLICED * K_PER_BYTE)
+    K_WIDTH: tl.constexpr = triton.next_power_of_2(K_USED) if K_USED > 16 else 16
+    K_SLICES: tl.constexpr = K_SLICED * K_PER_BYTE
+    sign = tl.where(scale > 0.0, 1.0, tl.where(scale < 0.0, -1.0, 0.0))
+    rs = tl.zeros([M], tl.float32) + tl.where(scale == 0.0, LOG2_E, tl.abs(scale) * LOG2_E)
+    row_constant = tl.zeros([M], tl.float32)
+    c0 = row_constant
+    c1 = row_constant
+    c2 = row_constant
+    c3 = row_constant
+    if MODE == NATIVE:
+        # scale's sign and zero go into rs instead: multiplying a native query would be exact too, but costs a pass.
+        q0 = _query_slice(Q, rows, q_heads, live, q_token, q_head, q_dim, 0, 0, K_DIM, 1, 1, K_WIDTH)
+        q0 = (q0 * sign).to(Q.dtype.element_ty)
+        q1 = q0
+        q2 = q0
+        q3 = q0
+    else:
+        for n in tl.static_range(K_SLICES):
+            q = sign * _query_slice(Q, rows, q_heads, live, q_token, q_head, q_dim, n // K_PER_BYTE, n % K_PER_BYTE,
+                                    K_DIM, K_SLICED, K_PER_BYTE, K_WIDTH)
+            if MODE == CODES and K_STATIC > 0:
+                # Static formats have one group: slice n is position n.
+                q = q * _static_slice(K_STATIC_S, h, 0, n, K_DIM, 1, K_PER_BYTE, K_WIDTH, K_STATIC, K_SCALE)[None, :]
+            if MODE == CODES and K_STATIC == 0 and not K_SYMMETRIC:
+                total = tl.sum(q, 1)
+                if n // K_PER_BYTE == 0:
+                    c0 += total
+                elif n // K_PER_BYTE == 1:
+                    c1 += total
+                elif n // K_PER_BYTE == 2:
+                    c2 += total
+                else:
+                    c3 += total
+            if n == 0:
+                q0 = q
+                largest = tl.max(tl.abs(q), 1)
+            else:
+                largest = tl.maximum(largest, tl.max(tl.abs(q), 1))
+            if n == 1:
+                q1 = q
+            elif n == 2:
+                q2 = q
+            elif n == 3:
+                q3 = q
+        if K_SLICES < 2:
+            q1 = q0
+        if K_SLICES < 3:
+            q2 = q0
+        if K_SLICES < 4:
+            q3 = q0
+        if MODE == CODES:
+            # 2**(14 - floor(log2 largest)) by exponent bits, within the normal numbers; 1 for zero, inf and NaN rows.
+            exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
+            exponent = tl.where((exponent == 0) | (exponent == 255), 141, exponent)
+            exponent = tl.minimum(tl.maximum(exponent, 16), 253)
+            lift = tl.minimum(268 - exponent, 252)
+            up = (lift << 23).to(tl.float32, bitcast=True)
+            down = ((254 - lift) << 23).to(tl.float32, bitcast=True)
+            rs = rs * down
+            c0 = c0 * up
+            c1 = c1 * up
+            c2 = c2 * up
+            c3 = c3 * up
+            q0 = (q0 * up[:, None]).to(tl.float16)
+            q1 = (q1 * up[:, None]).to(tl.float16)
+            q2 = (q2 * up[:, None]).to(tl.float16)
+            q3 = (q3 * up[:, None]).to(tl.float16)
+            if K_STATIC > 0 and not K_SYMMETRIC:
+                # k = scale * code + zero may cancel: the zero part takes the rounded query, as the code part does.
+                for n in tl.static_range(K_SLICES):
+                    scales = _static_slice(K_STATIC_S, h, 0, n, K_DIM, 1, K_PER_BYTE, K_WIDTH, K_STATIC, K_SCALE)
+                    zeros = _static_slice(K_STATIC_Z, h, 0, n, K_DIM, 1, K_PER_BYTE, K_WIDTH, K_STATIC, K_SCALE)
+                    zeros = zeros + scales * 2.0 ** (K_BITS - 1)
+                    ratio = zeros / tl.where(scales > 0.0, scales, 1.0)
+                    row_constant += tl.sum(pick(n, q0, q1, q2, q3).to(tl.float32) * ratio[None, :], 1)
+
+    V_SLICED: tl.constexpr = V_GROUPS if MODE == CODES else 1
+    V_USED: tl.constexpr = V_DIM // (V_SLICED * V_PER_BYTE)
+    V_WIDTH: tl.constexpr = triton.next_power_of_2(V_USED) if V_USED > 16 else 16
+    V_SLICES: tl.constexpr = V_SLICED * V_PER_BYTE
+    # Weights are float16 unless K and V are float32 or bfloat16.
+    GAIN: tl.constexpr = 0.0 if MODE == EXACT or (MODE == NATIVE and Q.dtype.element_ty != tl.float16) else 15.0
+    m = tl.full([M], NEGATIVE_INFINITY, tl.float32)
+    l = tl.zeros([M], tl.float32)
+    top = SMALLEST_TOP + tl.sum(l, 0)
+    unused = tl.zeros([M], tl.float32)
+    a0 = tl.zeros([M, V_WIDTH], tl.float32)
+    a1 = unused
+    a2 = unused
+    a3 = unused
+    if V_SLICES > 1:
+        a1 = tl.zeros([M, V_WIDTH], tl.float32)
+    if V_SLICES > 2:
+        a2 = tl.zeros([M, V_WIDTH], tl.float32)
+    if V_SLICES > 3:
+        a3 = tl.zeros([M, V_WIDTH], tl.float32)
+    z0 = unused
+    z1 = unused
+    z2 = unused
+    z3 = unused
+
+    table = TABLE + sequence.to(tl.int64) * table_columns
+    whole_end = tile_end
+    if MASK_ROWS:
+        if WINDOW:
+            whole_end = tile_first
+        else:
+            whole_end = tl.minimum(tl.maximum(tl.minimum(query_position + 1, end) // T, tile_first), tile_end)
+    if not MASK_ROWS or not WINDOW:
+        for t in tl.range(tile_first, whole_end, num_stages=STAGES):
+            top, m, l, a0, a1, a2, a3, z0, z1, z2, z3 = _tile(
+                t, top, m, l, a0, a1, a2, a3, z0, z1, z2, z3, q0, q1, q2, q3, c0, c1, c2, c3, row_constant, rs, softcap,
+                K, KS, KZ, K_STATIC_S, K_STATIC_Z, V, VS, VZ, V_STATIC_S, V_STATIC_Z, table, table_columns, h, heads,
+                start, end, first, last, MODE, False, SOFTCAP, T, M, PAGE, INTERP,
+                K_DIM, K_BITS, K_PER_BYTE, K_QUANTIZED, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE,
+                V_DIM, V_BITS, V_PER_BYTE, V_QUANTIZED, V_SYMMETRIC, V_GROUPS, V_STATIC, V_SCALE, GAIN,
+            )
+    if MASK_ROWS:
+        for t in tl.range(whole_end, tile_end, num_stages=STAGES):
+            top, m, l, a0, a1, a2, a3, z0, z1, z2, z3 = _tile(
+                t, top, m, l, a0, a1, a2, a3, z0, z1, z2, z3, q0, q1, q2, q3, c0, c1, c2, c3, row_constant, rs, softcap,
+                K, KS, KZ, K_STATIC_S, K_STATIC_Z, V, VS, VZ, V_STATIC_S, V_STATIC_Z, table, table_columns, h, heads,
+                start, end, first, last, MODE, True, SOFTCAP, T, M, PAGE, INTERP,
+                K_DIM, K_BITS, K_PER_BYTE, K_QUANTIZED, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE,
+                V_DIM, V_BITS, V_PER_BYTE, V_QUANTIZED, V_SYMMETRIC, V_GROUPS, V_STATIC, V_SCALE, GAIN,
+            )
+
+    empty = l == 0.0
+    lse = tl.where(empty, NEGATIVE_INFINITY, m * (1.0 if SOFTCAP else rs) + tl.log2(tl.where(empty, 1.0, l)) - GAIN)
+    per_weight = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, l))
+    factor = per_weight
+    if MODE == CODES and V_STATIC == 0:
+        factor = per_weight * top
+    shift = 1.0
+    whole = splits == 1
+    if SINK:
+        if whole:
+            sink = tl.load(SINKS + q_heads, mask=live, other=0.0).to(tl.float32) * LOG2_E
+            lse, shift = _with_sink(lse, sink)
+        else:
+            shift = tl.full([M], 1.0, tl.float32)
+    row_out = rows.to(tl.int64) * query_heads + q_heads
+    row_part = (part.to(tl.int64) * heads + h) * ROWS + r
+    if whole:
+        tl.store(LSE + row_out, lse * LN_2, mask=live)
+    else:
+        tl.store(PART_LSE + row_part, lse, mask=live)
+    jv = tl.arange(0, V_WIDTH)
+    for n in tl.static_range(V_SLICES):
+        e = (n // V_PER_BYTE) * (V_DIM // V_SLICED) + jv * V_PER_BYTE + n % V_PER_BYTE
+        value = pick(n, a0, a1, a2, a3) * factor[:, None]
+        if MODE == CODES:
+            if V_STATIC > 0:
+                scales = _static_slice(V_STATIC_S, h, 0, n, V_DIM, 1, V_PER_BYTE, V_WIDTH, V_STATIC, V_SCALE)
+                value = value * scales[None, :]
+                if not V_SYMMETRIC:
+                    zeros = _static_slice(V_STATIC_Z, h, 0, n, V_DIM, 1, V_PER_BYTE, V_WIDTH, V_STATIC, V_SCALE)
+                    zeros = zeros + scales * 2.0 ** (V_BITS - 1)
+                    value = value + zeros[None, :]
+            elif not V_SYMMETRIC:
+                value = value + (pick(n // V_PER_BYTE, z0, z1, z2, z3) * per_weight)[:, None]
+        value = tl.where(empty[:, None], 0.0, value)
+        if SINK:
+            value = value * shift[:, None]
+        inside = live[:, None] & (jv < V_USED)[None, :]
+        if whole:
+            tl.store(OUT + row_out[:, None] * V_DIM + e[None, :], value.to(OUT.dtype.element_ty), mask=inside)
+        else:
+            tl.store(PART_OUT + row_part[:, None] * V_DIM + e[None, :], value, mask=inside)
+
+
+@triton.jit(do_not_specialize=["heads", "query_heads"])
+def merge_kernel(
+    BLOCKS, PART_OUT, PART_LSE, OUT, LSE, SINKS, heads, query_heads,
+    SINK: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, CHANNELS: tl.constexpr,
+    SPLITS: tl.constexpr,
+):
+    """Merge the partials of one row by their LSE. Grid: (blocks, KV heads, rows of a block * channel blocks).
+
+    A block is (first packed query row, tokens, first partial, splits); ``SPLITS`` partials are read at a time.
+    """
+    PARTS: tl.constexpr = (DIM + CHANNELS - 1) // CHANNELS
+    block = BLOCKS + tl.program_id(0) * BLOCK_FIELDS
+    r = tl.program_id(2) // PARTS
+    h = tl.program_id(1)
+    if r // GROUP < tl.load(block + 1):
+        row = tl.load(block) + r // GROUP
+        part = tl.load(block + 2).to(tl.int64)
+        splits = tl.load(block + 3)
+        e = (tl.program_id(2) % PARTS) * CHANNELS + tl.arange(0, CHANNELS)
+        i = tl.arange(0, SPLITS)
+        total = 0.0 + tl.sum(tl.zeros([SPLITS], tl.float32), 0)
+        high = NEGATIVE_INFINITY + total
+        out = tl.zeros([CHANNELS], tl.float32)
+        for s in range(0, splits, SPLITS):
+            inside = s + i < splits
+            address = ((part + s + i) * heads + h) * ROWS + r
+            lse = tl.load(PART_LSE + address, mask=inside, other=NEGATIVE_INFINITY)
+            value = tl.load(
+                PART_OUT + address[:, None] * DIM + e[None, :], mask=inside[:, None] & (e < DIM)[None, :], other=0.0
+            )
+            new = tl.maximum(high, tl.max(lse, 0))
+            finite = tl.where(new == NEGATIVE_INFINITY, 0.0, new)
+            weight = tl.exp2(lse - finite)
+            shrink = tl.exp2(high - finite)
+            total = total * shrink + tl.sum(weight, 0)
+            # Partials of weight 0 hold zeros, never garbage, so the product cannot spread anything.
+            out = out * shrink + tl.sum(weight[:, None] * value, 0)
+            high = new
+        empty = total == 0.0
+        divisor = tl.where(empty, 1.0, total)
+        out = out / divisor
+        lse_all = tl.where(empty, NEGATIVE_INFINITY, high + tl.log2(divisor))
+        q_head = h * GROUP + r % GROUP
+        if SINK:
+            lse_all, shift = _with_sink(lse_all, tl.load(SINKS + q_head).to(tl.float32) * LOG2_E)
+            out = out * shift
+        row_out = row.to(tl.int64) * query_heads + q_head
+        tl.store(OUT + row_out * DIM + e, out.to(OUT.dtype.element_ty), mask=e < DIM)
+        if tl.program_id(2) % PARTS == 0:
+            tl.store(LSE + row_out, lse_all * LN_2)

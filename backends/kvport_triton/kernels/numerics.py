@@ -1,0 +1,219 @@
+# mypy: ignore-errors
+# ruff: noqa: N803, SIM116
+# Triton's language is not typed Python: tensors, constexprs and pointers share one notation, compile-time names are in
+# capitals, and what depends on one of them is an if statement, never a conditional expression.
+"""Number conversions inside kernels: codes to floats in registers, and float32 to stored bits.
+
+Everything that is stored is made by integer operations on bit patterns, so that a compiled and an interpreted kernel
+write the same bytes: the interpreter truncates in ``.to(bfloat16)``, and compiled casts give NaN other bits. ``INTERP``
+marks the few places where the two need different operations.
+"""
+
+import triton
+import triton.language as tl
+
+#: Rounds a float32 below 2**22 to an integer, ties to even, by pushing its fraction out of the significand.
+ROUNDER = tl.constexpr(12582912.0)  # 1.5 * 2**23
+INPUT_LIMIT = tl.constexpr(2.0**125)
+LOG2_E = tl.constexpr(1.4426950408889634)
+LN_2 = tl.constexpr(0.6931471805599453)
+
+FLOAT32 = tl.constexpr(0)
+BFLOAT16 = tl.constexpr(1)
+FLOAT16 = tl.constexpr(2)
+
+
+@triton.constexpr_function
+def decode_asm(bits, position, signed):
+    """PTX for four stored bytes -> the codes at ``position`` in each byte, as four float16.
+
+    A code is put into the low bits of 0x6400 (float16 1024.0, where one unit is one ulp), then 1024 and half the range
+    are subtracted; two's complement is made positive by flipping the sign bit first. Every step is exact.
+    """
+    half = 1 << (bits - 1)
+    flip = sum(half << shift for shift in range(0, 32, bits))
+    lines = [f"xor.b32 t, $2, {flip:#x};" if signed else "mov.b32 t, $2;"]
+    if position:
+        lines.append(f"shr.u32 t, t, {position * bits};")
+    if bits < 8:
+        mask = ((1 << bits) - 1) * 0x01010101
+        lines.append(f"and.b32 t, t, {mask:#x};")
+    magic = 0x6400 + half
+    lines.append(f"mov.b32 m, {magic * 0x10001:#x};")
+    lines.append("prmt.b32 p, t, 0x64646464, 0x4140; prmt.b32 q, t, 0x64646464, 0x4342;")
+    lines.append("sub.f16x2 $0, p, m; sub.f16x2 $1, q, m;")
+    return "{ .reg .b32 t, p, q, m; " + " ".join(lines) + " }"
+
+
+@triton.jit
+def decode_int(stored, POSITION: tl.constexpr, BITS: tl.constexpr, SIGNED: tl.constexpr):
+    """Stored bytes -> int32 codes at ``POSITION`` of each byte."""
+    field = (stored.to(tl.int32) >> (POSITION * BITS)) & ((1 << BITS) - 1)
+    if SIGNED:
+        field = (field ^ (1 << (BITS - 1))) - (1 << (BITS - 1))
+    return field
+
+
+@triton.jit
+def decode_half(stored, POSITION: tl.constexpr, BITS: tl.constexpr, SIGNED: tl.constexpr, INTERP: tl.constexpr):
+    """Stored bytes -> float16 codes at ``POSITION`` of each byte, exact; unsigned codes minus half their range."""
+    if INTERP:
+        code = decode_int(stored, POSITION, BITS, SIGNED)
+        if not SIGNED:
+            code = code - (1 << (BITS - 1))
+        return code.to(tl.float16)
+    else:
+        return tl.inline_asm_elementwise(
+            decode_asm(BITS, POSITION, SIGNED), "=r,=r,r", [stored], dtype=tl.float16, is_pure=True, pack=4
+        )
+
+
+@triton.jit
+def round_bits(x, SCALE: tl.constexpr):
+    """float32 -> the bits of the scale dtype (as int32), to nearest even, overflow to infinity. Not for NaN."""
+    if SCALE == FLOAT32:
+        return x.to(tl.int32, bitcast=True)
+    elif SCALE == BFLOAT16:
+        bits = x.to(tl.int32, bitcast=True)
+        return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) & 0xFFFF
+    else:
+        return x.to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+
+
+@triton.jit
+def widen_bits(bits, SCALE: tl.constexpr):
+    """Bits of the scale dtype (as int32) -> float32."""
+    if SCALE == FLOAT32:
+        return bits.to(tl.float32, bitcast=True)
+    elif SCALE == BFLOAT16:
+        return (bits << 16).to(tl.float32, bitcast=True)
+    else:
+        return bits.to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
+def store_bits(pointer, bits, mask, SCALE: tl.constexpr):
+    """Store scale bits through a pointer to int32 (float32 scales) or int16."""
+    if SCALE == FLOAT32:
+        tl.store(pointer, bits, mask=mask)
+    else:
+        tl.store(pointer, bits.to(tl.int16), mask=mask)
+
+
+@triton.jit
+def load_scale(pointer, mask, SCALE: tl.constexpr):
+    """Load a scale or zero through a pointer to int32 or int16 bits, as float32."""
+    if SCALE == FLOAT32:
+        return tl.load(pointer, mask=mask, other=0).to(tl.float32, bitcast=True)
+    else:
+        return widen_bits(tl.load(pointer, mask=mask, other=0).to(tl.int32) & 0xFFFF, SCALE)
+
+
+@triton.jit
+def scale_bits(raw, positive, SCALE: tl.constexpr):
+    """The stored bits of a scale: cast, clamped to the dtype's normal numbers where the range is not zero."""
+    if SCALE == FLOAT32:
+        largest: tl.constexpr = 0x7F7FFFFF
+        smallest: tl.constexpr = 0x00800000
+    elif SCALE == BFLOAT16:
+        largest: tl.constexpr = 0x7F7F
+        smallest: tl.constexpr = 0x0080
+    else:
+        largest: tl.constexpr = 0x7BFF
+        smallest: tl.constexpr = 0x0400
+    # Bits of non-negative floats order as the floats do, infinity above all.
+    bits = round_bits(tl.maximum(raw, 0.0), SCALE)
+    return tl.where(positive, tl.minimum(tl.maximum(bits, smallest), largest), 0)
+
+
+@triton.jit
+def floor_bits(x, SCALE: tl.constexpr):
+    """The stored bits of a zero: finite float32 cast toward minus infinity, within the finite range, never -0."""
+    x = tl.where(x == 0.0, 0.0, x)
+    if SCALE == FLOAT32:
+        return x.to(tl.int32, bitcast=True)
+    elif SCALE == BFLOAT16:
+        # |x| <= 2**125, so nothing overflows; dropping bits rounds toward zero, one more magnitude for negatives.
+        bits = x.to(tl.int32, bitcast=True)
+        inexact = (bits & 0xFFFF) != 0
+        high = (bits >> 16) & 0xFFFF
+        return high + tl.where((bits < 0) & inexact, 1, 0)
+    else:
+        inside = tl.minimum(tl.maximum(x, -65504.0), 65504.0)
+        bits = round_bits(inside, SCALE)
+        up = widen_bits(bits, SCALE) > inside
+        magnitude = bits & 0x7FFF
+        down = tl.where(bits >= 0x8000, bits + 1, bits - 1)
+        down = tl.where(magnitude == 0, 0x8001, down)
+        bits = tl.where(up, down, bits)
+        return tl.where((bits & 0x7FFF) == 0, 0, bits)
+
+
+@triton.jit
+def nan_bits(SCALE: tl.constexpr):
+    if SCALE == FLOAT32:
+        return 0x7FC00000
+    elif SCALE == BFLOAT16:
+        return 0x7FC0
+    else:
+        return 0x7E00
+
+
+@triton.jit
+def is_finite(x):
+    """Elementwise, by bits: comparisons would need an infinity, which constexprs cannot spell."""
+    return (x.to(tl.int32, bitcast=True) & 0x7F800000) != 0x7F800000
+
+
+@triton.jit
+def quotient(x, scale):
+    """x / scale in IEEE float32, and 0 where the scale is 0."""
+    flat = scale == 0.0
+    return tl.where(flat, 0.0, tl.div_rn(x, tl.where(flat, 1.0, scale)))
+
+
+@triton.jit
+def tanh(x):
+    """tanh to about 2**-21 relative: the odd series near zero, where 1 - 2 / (e**2x + 1) would cancel."""
+    square = x * x
+    series = x * (
+        1.0 + square * (-0.33333333333 + square * (0.13333333333 + square * (-0.05396825397 + square * 0.02186948854)))
+    )
+    e = tl.exp2(tl.minimum(tl.abs(x), 20.0) * (2.0 * LOG2_E))
+    far = 1.0 - 2.0 / (e + 1.0)
+    return tl.where(square < 0.0625, series, tl.where(x < 0.0, -far, far))
+
+
+@triton.jit
+def dot(a, b, IEEE: tl.constexpr, INTERP: tl.constexpr):
+    """a @ b with float32 accumulation. The interpreter multiplies bf16 wrongly, so it gets float32 operands."""
+    if INTERP:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
+    elif IEEE:
+        return tl.dot(a, b, input_precision="ieee")
+    else:
+        return tl.dot(a, b)
+
+
+@triton.jit
+def dot_add(a, b, acc, IEEE: tl.constexpr, INTERP: tl.constexpr):
+    """acc + a @ b, see :func:`dot`."""
+    if INTERP:
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), acc, input_precision="ieee")
+    elif IEEE:
+        return tl.dot(a, b, acc, input_precision="ieee")
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def pick(INDEX: tl.constexpr, a, b, c, d):
+    """The argument numbered ``INDEX``; a loop over slices is unrolled, and Triton has no arrays of tensors."""
+    if INDEX == 0:
+        return a
+    elif INDEX == 1:
+        return b
+    elif INDEX == 2:
+        return c
+    else:
+        return d

@@ -1,0 +1,68 @@
+"""How the kernels see one of K or V: the compile-time description of a tensor format."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from kvport.formats import CODES, TensorFormat
+from kvport.layout import GroupLayout
+
+#: The kernels' numbers for scale and page dtypes (FLOAT32, BFLOAT16, FLOAT16 in kernels.numerics).
+DTYPE_NUMBER: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+#: And for static granularities.
+_STATIC_NUMBER: Final = {"tensor": 1, "head": 2, "channel": 3}
+#: The most slices of a row that attend keeps accumulators for.
+MOST_SLICES: Final = 4
+#: The shortest inner dimension of a float16 tensor-core product.
+LEAST_SLICE: Final = 16
+
+
+@dataclass(frozen=True)
+class Side:
+    """Constants of K or V, by the names of the kernels' parameters (without K_ or V_)."""
+
+    dim: int
+    bits: int
+    per_byte: int
+    quantized: bool
+    symmetric: bool
+    groups: int
+    static: int
+    scale: int
+
+    @classmethod
+    def of(cls, fmt: TensorFormat, dim: int) -> Side:
+        return cls(
+            dim=dim,
+            bits=fmt.bits,
+            per_byte=CODES[fmt.code].per_byte,
+            quantized=fmt.quantized,
+            symmetric=fmt.symmetric,
+            groups=dim // fmt.group if fmt.granularity == "group" else 1,
+            static=_STATIC_NUMBER[fmt.granularity] if fmt.static else 0,
+            scale=DTYPE_NUMBER[fmt.scale_torch_dtype],
+        )
+
+    @property
+    def sliceable(self) -> bool:
+        """Whether attend's CODES mode has enough accumulators, and tensor cores long enough products, for this side."""
+        slices = self.groups * self.per_byte
+        return self.quantized and slices <= MOST_SLICES and self.dim // slices >= LEAST_SLICE
+
+    def constants(self, prefix: str) -> dict[str, Any]:
+        """Keyword arguments for a kernel: ``K_DIM``, ``K_BITS``, ..."""
+        return {f"{prefix}_{name.upper()}": value for name, value in vars(self).items()}
+
+
+def sides(layout: GroupLayout) -> tuple[Side, Side]:
+    """Constants of K and of V."""
+    return Side.of(layout.format.key, layout.key_dim), Side.of(layout.format.value, layout.value_dim)
+
+
+def bits_view(tensor: Tensor) -> Tensor:
+    """The same memory as integers of the same width: kernels store and load scales and float pages as bits."""
+    return tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)

@@ -1,0 +1,71 @@
+"""The private page layout, and the way between it and the canonical planes.
+
+Per plane one tensor ``(layers, pages, ...)`` with the same bytes as the canonical plane, reordered inside each page:
+
+==================  ========================================  ======================================================
+plane               canonical (per page)                      private (per page)
+==================  ========================================  ======================================================
+key.codes           (token, head, byte)                       (head, token, byte): one head's page is one run
+value.codes, float  (token, head, channel)                    (head, token, channel)
+value.codes, codes  (token, head, byte)                       (head, byte, token): the second product reads tokens
+                                                              contiguously, without byte-sized shared-memory reads
+scales, zeros       (token, head) or (token, head, group)     (head, group, token): a tile's scales are one run
+==================  ========================================  ======================================================
+"""
+
+from __future__ import annotations
+
+from kvport_cpu.base import TorchStore
+from torch import Tensor
+
+from kvport.formats import TensorFormat
+from kvport.layout import GroupLayout, Plane
+
+#: Canonical axes (of one page) in private order.
+_HEAD_FIRST = (1, 0, 2)
+_TOKEN_LAST = (1, 2, 0)
+
+
+def _order(plane: Plane, layout: GroupLayout) -> tuple[int, ...]:
+    """The canonical axes of one page, three of them, in the order in which they are stored."""
+    side, _, part = plane.name.partition(".")
+    if part != "codes":
+        return _TOKEN_LAST
+    return _TOKEN_LAST if side == "value" and layout.format.value.quantized else _HEAD_FIRST
+
+
+def _three(plane: Plane) -> tuple[int, ...]:
+    """Canonical shape with the group axis that per-token scales leave out."""
+    return plane.shape if len(plane.shape) == 3 else (*plane.shape, 1)
+
+
+def private_shape(plane: Plane, layout: GroupLayout) -> tuple[int, ...]:
+    """Shape of one page of this plane as stored."""
+    shape = _three(plane)
+    return tuple(shape[axis] for axis in _order(plane, layout))
+
+
+def to_private(plane: Plane, layout: GroupLayout, pages: Tensor) -> Tensor:
+    """Canonical ``(n, *plane.shape)`` -> a view in private order."""
+    return pages.reshape(pages.shape[0], *_three(plane)).permute(0, *(1 + axis for axis in _order(plane, layout)))
+
+
+def to_canonical(plane: Plane, layout: GroupLayout, pages: Tensor) -> Tensor:
+    """Private ``(n, ...)`` -> contiguous canonical ``(n, *plane.shape)``."""
+    order = _order(plane, layout)
+    inverse = [1 + order.index(axis) for axis in range(3)]
+    return pages.permute(0, *inverse).contiguous().view(pages.shape[0], *plane.shape)
+
+
+class TritonStore(TorchStore):
+    """``planes`` hold the private layout: name -> ``(layers, pages, *private_shape)``."""
+
+    def canonical(self, layer: int, pages: Tensor) -> dict[str, Tensor]:
+        """Canonical planes of these pages ``(n,)`` of one layer, on the device, freshly allocated."""
+        return {
+            plane.name: to_canonical(plane, self.layout, self.planes[plane.name][layer].index_select(0, pages))
+            for plane in self.layout.planes
+        }
+
+    def format_of(self, side: str) -> TensorFormat:
+        return self.layout.format.key if side == "key" else self.layout.format.value

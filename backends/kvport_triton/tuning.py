@@ -1,0 +1,55 @@
+"""Kernel shapes: tile, warps and stages by what is multiplied. A small fixed table, never a search at run time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+import triton
+
+from kvport_triton.planning import Shape
+
+Mode = Literal["codes", "native", "exact"]
+
+#: The longest run of query tokens that counts as verification of drafts rather than prefill.
+MOST_VERIFY: Final = 16
+#: The interpreter pays per operation, not per element, and has no multiprocessors to fill.
+INTERPRETED_PROCESSORS: Final = 4
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """``tile`` stored tokens an iteration, ``warps`` and ``stages`` of the compiled program, ``waves`` programs per
+    multiprocessor that splitting aims at, ``rows`` query rows of a program."""
+
+    tile: int
+    warps: int
+    stages: int
+    waves: int
+    rows: int = 16
+
+    def shape(self, processors: int) -> Shape:
+        return Shape(rows=self.rows, tile=self.tile, programs=processors * self.waves)
+
+
+def tuning(kind: str, mode: Mode, *, dim: int, bits: int, group: int, most_tokens: int) -> Tuning:
+    """The shape of one launch.
+
+    ``dim`` is the larger of key and value dim, ``bits`` the wider code of K and V, ``most_tokens`` the longest query
+    run of the launch.
+    """
+    wide = dim > 128
+    if mode == "exact":
+        # float32 products run on the ordinary lanes; tiles are small so that they fit registers and shared memory.
+        rows = group if kind == "decode" else min(32, triton.next_power_of_2(most_tokens * group))
+        return Tuning(tile=32, warps=4, stages=1, waves=4, rows=max(rows, group))
+    if kind == "decode":
+        if mode == "native":
+            return Tuning(tile=64, warps=4, stages=2 if wide else 3, waves=2 if wide else 4, rows=group)
+        if bits <= 4:
+            return Tuning(tile=64 if wide else 128, warps=4, stages=3, waves=4, rows=group)
+        return Tuning(tile=64 if wide else 128, warps=2, stages=3, waves=4 if wide else 8, rows=group)
+    if kind == "verify":
+        rows = min(64, triton.next_power_of_2(most_tokens * group))
+        return Tuning(tile=64, warps=4, stages=2 if wide else 3, waves=2, rows=max(rows, group))
+    return Tuning(tile=32 if wide else 64, warps=8, stages=2, waves=1, rows=128)
