@@ -75,11 +75,21 @@ def pytest_load_initial_conftests(early_config: pytest.Config, parser: pytest.Pa
     group = parser.getgroup("kvport", "kvport conformance")
     for name, settings in _OPTIONS:
         settings = {**settings, "help": f"short for --kvport-{name}, which every pytest run has"}
-        try:
-            group.addoption(f"--{name}", dest=f"kvport_{name}", **settings)
-        except (ValueError, argparse.ArgumentError):
-            if name == "backend":
-                early_config.stash[_OWNED_BACKEND] = True
+        owned = _taken(parser, f"--{name}")
+        if not owned:
+            try:
+                group.addoption(f"--{name}", dest=f"kvport_{name}", **settings)
+            except (ValueError, argparse.ArgumentError):
+                owned = True
+        if owned and name == "backend":
+            early_config.stash[_OWNED_BACKEND] = True
+
+
+def _taken(parser: pytest.Parser, option: str) -> bool:
+    """Whether somebody has registered ``option``. Before pytest 9 a conflict shows only when the line is parsed, too
+    late to give way, so the parser's own lists are read."""
+    groups = [*getattr(parser, "_groups", ()), *filter(None, [getattr(parser, "_anonymous", None)])]
+    return any(option in registered.names() for group in groups for registered in group.options)
 
 
 def pytest_configure(config: pytest.Config) -> None:
