@@ -29,7 +29,7 @@ class Replay:
     """The oracle of one layer of one sequence.
 
     ``far`` are the page numbers in the format's own codes, ``at_rest`` the position up to which a page's tier is
-    final, ``rows`` the K and V given to append, float32 ``(heads, dim)`` each.
+    final, ``rows`` what was given to append, float32 ``(heads, dim)`` each, by part: K and V, or latent and rope.
     """
 
     def __init__(self, layout: CacheLayout, layer: int = 0, pin: int = 0) -> None:
@@ -37,12 +37,13 @@ class Replay:
         self.format: CacheFormat = self.spec.format or layout.format
         self.page_size = layout.page_size
         self.near = self.format.near or TensorFormat(dtype_name(layout.dtype))
+        self.parts = (self.format.key, self.format.rope or self.format.value)
         self.pin = pin
         self.rows: tuple[list[Array], list[Array]] = ([], [])
         self.far: set[int] = set()
         self.at_rest = 0
-        self._planes: dict[int, tuple[dict[str, Array], dict[str, Array]]] = {}
-        self._decoded: dict[int, tuple[Array, Array]] = {}
+        self._planes: dict[int, tuple[dict[str, Array], ...]] = {}
+        self._decoded: dict[int, tuple[Array, ...]] = {}
 
     def __len__(self) -> int:
         return len(self.rows[0])
@@ -54,8 +55,8 @@ class Replay:
         return twin
 
     def truncate(self, length: int) -> None:
-        for side in self.rows:
-            del side[length:]
+        for part in self.rows:
+            del part[length:]
         self.at_rest = min(self.at_rest, length)
         self.far = {page for page in self.far if page * self.page_size < length}
         for page in set(self._planes) - self.far:
@@ -73,7 +74,10 @@ class Replay:
             if first >= max(self.format.sink, self.pin):
                 self.far.add(page)
 
-    def append(self, key: Array, value: Array) -> None:
+    def append(self, key: Array, value: Array | None) -> None:
+        if self.spec.latent:
+            key, value = key[..., : self.spec.value_dim], key[..., self.spec.value_dim :]
+        assert value is not None
         self.rows[0].extend(key)
         self.rows[1].extend(value)
 
@@ -81,40 +85,37 @@ class Replay:
         """One letter per token: n near, f far."""
         return "".join("f" if t // self.page_size in self.far else "n" for t in range(len(self)))
 
-    def planes(self, page: int) -> tuple[dict[str, Array], dict[str, Array]]:
-        """The planes of a far page, K then V."""
+    def planes(self, page: int) -> tuple[dict[str, Array], ...]:
+        """The planes of a far page, by part."""
         self._encode(page)
         return self._planes[page]
 
     def stored(self) -> tuple[Array, Array]:
         """K and V ``(tokens, heads, dim)`` as they read back, float32."""
-        if not self.format.tiered:
-            return (
-                _round_trip(self.format.key, np.stack(self.rows[0])),
-                _round_trip(self.format.value, np.stack(self.rows[1])),
-            )
         found = []
-        for side in (0, 1):
-            x = _round_trip(self.near, np.stack(self.rows[side]))
+        for part, fmt in enumerate(self.parts):
+            x = round_trip(self.near if self.format.tiered else fmt, np.stack(self.rows[part]))
             for page in self.far:
                 self._encode(page)
-                x[page * self.page_size : (page + 1) * self.page_size] = self._decoded[page][side]
+                x[page * self.page_size : (page + 1) * self.page_size] = self._decoded[page][part]
             found.append(x)
+        if self.spec.latent:
+            return np.concatenate(found, -1), found[0]
         return found[0], found[1]
 
     def _encode(self, page: int) -> None:
         if page in self._planes:
             return
         planes, decoded = [], []
-        for rows, fmt in zip(self.rows, (self.format.key, self.format.value), strict=True):
-            x = _round_trip(self.near, np.stack(rows[page * self.page_size : (page + 1) * self.page_size]))
+        for rows, fmt in zip(self.rows, self.parts, strict=True):
+            x = round_trip(self.near, np.stack(rows[page * self.page_size : (page + 1) * self.page_size]))
             spec = support.spec_of(fmt)
             planes.append(oracle_codec.encode(spec, x).planes)
             decoded.append(oracle_codec.decode(spec, planes[-1], x.shape[-1]))
-        self._planes[page], self._decoded[page] = (planes[0], planes[1]), (decoded[0], decoded[1])
+        self._planes[page], self._decoded[page] = tuple(planes), tuple(decoded)
 
 
-def _round_trip(fmt: TensorFormat, x: Array) -> Array:
+def round_trip(fmt: TensorFormat, x: Array) -> Array:
     spec = support.spec_of(fmt)
     return oracle_codec.decode(spec, oracle_codec.encode(spec, x).planes, x.shape[-1])
 
@@ -191,7 +192,7 @@ def run(
                 oracles[sequence][layer].append(support.floats(key), support.floats(value))
                 parts.append((key, value, support.queries(layout, layer, stream, count, at)))
             key, value, query = (torch.cat(part) for part in zip(*parts, strict=True))
-            step.append(layer, key, value)
+            step.append(layer, key, None if layout.layers[layer].latent else value)
             output, lse = step.attend(layer, query)
             dense = step.gather(layer, torch.float32)
             for index, sequence in enumerate(tokens):
