@@ -1,7 +1,8 @@
 """What the judge knows of every token: what was given, what must be stored, what that decodes to.
 
 Tokens are numbered; a slot of a page, or a position of a sequence, is then just such a number. What is stored for a
-token depends on that token's row alone, so one table serves every page, sequence and branch that holds it.
+token depends on that token's row alone, so one table serves every page, sequence and branch that holds it. (In cN
+formats it depends on the N tokens of its group: they are numbered together, and each carries the group's scale.)
 """
 
 from __future__ import annotations
@@ -45,6 +46,11 @@ class Side:
 
     def decode(self, planes: Mapping[str, Array]) -> Float32Array:
         return oracle_codec.decode(self.spec, planes, self.dim, self.static_scale, self.static_zero)
+
+    @property
+    def tokens_per_group(self) -> int:
+        """Tokens that share a scale: N of cN, else 1."""
+        return self.spec.group if self.spec.granularity == "channel_group" else 1
 
     def element_scale(self, planes: Mapping[str, Array], shape: tuple[int, ...]) -> Float32Array:
         """The float32 scale of each element (tokens, heads, dim)."""
@@ -109,7 +115,8 @@ class Content:
         self.flagged: BoolArray = np.zeros(0, np.bool_)
         self.planes: dict[str, Array] = {}
         for name, side in self.sides.items():
-            for plane, (shape, dtype) in oracle_codec.plane_shapes(side.spec, 1, side.heads, side.dim).items():
+            shapes = oracle_codec.plane_shapes(side.spec, side.tokens_per_group, side.heads, side.dim)
+            for plane, (shape, dtype) in shapes.items():
                 self.planes[f"{name}.{plane}"] = np.zeros((0, *shape[1:]), dtype)
 
     @classmethod
@@ -148,11 +155,26 @@ class Content:
     def torch_planes(self, ids: Ids, shape: tuple[int, ...], layout: GroupLayout) -> dict[str, torch.Tensor]:
         """Every plane for these tokens as host tensors, leading dims ``shape`` (pages, page size)."""
         dtypes = {plane.name: plane.dtype for plane in layout.planes}
-        return {n: plane_to_torch(a[ids].reshape(*shape, *a.shape[1:]), dtypes[n]) for n, a in self.planes.items()}
+        return {
+            n: plane_to_torch(a[ids].reshape(*shape, *a.shape[1:])[:, :: self._repeats(n)], dtypes[n])
+            for n, a in self.planes.items()
+        }
+
+    def _repeats(self, plane: str) -> int:
+        """How many tokens share one row of this plane."""
+        side, _, short = plane.partition(".")
+        return 1 if short == "codes" else self.sides[side].tokens_per_group
+
+    def by_token(self, plane: str, pages: Array) -> Array:
+        """An exported plane (pages, rows, ...) with one row for each slot."""
+        repeats = self._repeats(plane)
+        return pages if repeats == 1 else np.repeat(pages, repeats, axis=1)
 
     def _extend(self, planes: dict[str, Array], source: dict[str, Float32Array], flagged: BoolArray) -> Ids:
         first, self.count = self.count, self.count + len(flagged)
-        self.planes = {n: np.concatenate([a, planes[n]]) for n, a in self.planes.items()}
+        self.planes = {
+            n: np.concatenate([a, np.repeat(planes[n], self._repeats(n), axis=0)]) for n, a in self.planes.items()
+        }
         for name, side in self.sides.items():
             prefix = f"{name}."
             decoded = side.decode({n.removeprefix(prefix): a for n, a in planes.items() if n.startswith(prefix)})

@@ -60,6 +60,7 @@ class Served:
             for buffer in bench.backend.buffers(store).values():
                 fill_bytes(buffer, FILL)
         self.tokens: dict[CacheSequence, list[int]] = {}
+        self._turn = 0
 
     @property
     def page_size(self) -> int:
@@ -109,8 +110,9 @@ class Served:
         attend: bool = True,
         **how: Any,
     ) -> None:
-        """Append these token numbers to their sequences in one step, attend in every layer, and judge.
+        """Append these token numbers to their sequences in one step, attend and judge.
 
+        Every layer is appended; one attends, another one each step (the pages of all are judged by :meth:`check`).
         ``ids`` are the token ids by which the cache may know them.
         """
         given = {s: (list(ids[s]) if ids and s in ids else len(numbers)) for s, numbers in tokens.items()}
@@ -118,8 +120,9 @@ class Served:
         with self.cache.step(given) as step:
             for layer in range(self.layout_layers):
                 self.append(step, layer, packed)
-                if attend:
+                if attend and layer == self._turn % self.layout_layers:
                     self.attend(step, layer, tokens, **how)
+        self._turn += 1
         for sequence, numbers in tokens.items():
             self.tokens[sequence].extend(numbers)
 

@@ -1,0 +1,132 @@
+"""Tiers: sealing encodes whole higher-precision pages as append would, and attention merges the tiers exactly."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import numpy as np
+
+from kvport_conformance import inputs
+from kvport_conformance.axes import BASE, MODEL, families, product
+from kvport_conformance.bench import FILL, Bench, Row
+from kvport_conformance.cases import check
+from kvport_conformance.tiered import Tiered
+from kvport_conformance.verdicts import Disagreement
+
+CHAPTER: Final = "tiers"
+
+#: Formats whose codes exist for whole pages only.
+SEALED_ONLY: Final = (
+    "int2:c16:asym:scale=fp16",
+    "k=int4:c16,v=int4:g16",
+    "k=int8:c16:scale=bf16,v=int8",
+)
+
+TIERED: Final = (
+    "int8,recent=20",
+    "int8,sink=4",
+    "int4:g16:asym,sink=20,recent=17",
+    "int8,recent=16:fp8_e4m3",
+    "int8:head:static,recent=16",
+    "k=int2:c16:asym:scale=fp16,v=int2:g16:asym:scale=fp16,recent=32",
+    "k=int4:c16,v=int4:g16",
+    "mxfp4,recent=1",
+)
+
+
+@check(
+    CHAPTER,
+    families() + product(SEALED_ONLY, (BASE,)) + product(SEALED_ONLY, (MODEL,), "full"),
+)
+def sealed(bench: Bench) -> None:
+    """Sealing encodes whole pages of a float store, K and V together, as the definition says, and nothing else."""
+    layout = bench.layout()
+    size = layout.page_size
+    for near_format in ("fp32", "bf16"):
+        near, far = bench.held(6, bench.layout(near_format)), bench.held(7, layout)
+        near.fill_sequence([5, 1, 3], 3 * size)
+        for layer in range(layout.layers):
+            source, target = [3, 5], [2, 6]
+            bench.backend.seal(near.store, far.store, layer, source, target)
+            rows = near.slots[layer, near.slots_of(source, 0, 2 * size)]
+            decoded = near.contents[layer].decoded
+            ids = far.contents[layer].add(decoded["key"][rows], decoded["value"][rows])
+            far.slots[layer, far.slots_of(target, 0, 2 * size)] = ids
+        far.check()
+        near.check()
+        bench.backend.seal(near.store, far.store, 0, [], [])
+        far.attend(0, [Row([6, 2], 2 * size), Row([2], 3)], bench.queries(layout, 2))
+        far.gather(1, [Row([6, 2], 2 * size - 3)])
+        untouched = far.export(0, [1, 3, 4, 5])
+        if any((np.ascontiguousarray(plane).view(np.uint8) != FILL).any() for plane in untouched.values()):
+            raise Disagreement("sealing wrote pages other than its targets")
+
+
+@check(CHAPTER, product(SEALED_ONLY, (BASE,)) + product(SEALED_ONLY, (MODEL,), "full"))
+def sealed_foreign(bench: Bench) -> None:
+    """Whole-page groups imported from the judge come back unchanged and are what attention reads."""
+    layout = bench.layout()
+    size = layout.page_size
+    held = bench.held(5, layout)
+    for layer in range(layout.layers):
+        key, value = bench.tokens(layout, layer, 2 * size, stream="foreign")
+        ids = held.contents[layer].add(key * np.float32(3), value)
+        held.import_tokens(layer, [4, 2], ids)
+    held.check()
+    held.attend(1, [Row([4, 2], 2 * size - 1, 2), Row([2], 1)], bench.queries(layout, 3))
+    held.copy_pages([4], [1])
+    held.check()
+
+
+@check(CHAPTER, product(TIERED, (BASE,)))
+def replayed(bench: Bench) -> None:
+    """Steps of many sizes: which tokens are near and which far is exactly the rule's, and outputs follow from it."""
+    tiered = Tiered(bench, 24, 24)
+    size = tiered.page_size
+    first, second = tiered.sequence(), tiered.sequence()
+    for turn, count in enumerate((size + 3, 1, 5, 2 * size + 1, 1, 1, size - 1, 4)):
+        batch = {first: tiered.make(count, f"a{turn}")}
+        if turn % 2:
+            batch[second] = tiered.make(1 + count % 7, f"b{turn}")
+        tiered.step(batch)
+        tiered.check()
+
+
+@check(CHAPTER, product(TIERED, (BASE,)))
+def forked_tiers(bench: Bench) -> None:
+    """Forks and truncations of tiered sequences: the near tail is each branch's own, sealed pages are shared."""
+    tiered = Tiered(bench, 24, 40)
+    size = tiered.page_size
+    parent = tiered.sequence()
+    tiered.step({parent: tiered.make(3 * size + 5, "prompt")})
+    child = tiered.fork(parent)
+    tiered.step({child: tiered.make(2, "child"), parent: tiered.make(1, "parent")})
+    draft = len(tiered.near[child])
+    tiered.step({child: tiered.make(6, "draft")})
+    tiered.truncate(child, draft + 1)
+    for turn in range(2):
+        tiered.step({child: tiered.make(size, f"c{turn}"), parent: tiered.make(3, f"p{turn}")})
+    tiered.check()
+
+
+@check(CHAPTER, product(TIERED[:3], (BASE,)))
+def pinned(bench: Bench) -> None:
+    """Pages of pinned tokens stay in higher precision whole, those of another sequence do not."""
+    tiered = Tiered(bench, 24, 24)
+    size = tiered.page_size
+    pinned_one, plain = tiered.sequence(pin=size + 2), tiered.sequence()
+    for turn in range(4):
+        tiered.step({s: tiered.make(size + 5, f"{n}{turn}") for n, s in (("a", pinned_one), ("b", plain))})
+    tiered.check()
+
+
+@check(CHAPTER, product(TIERED, (BASE,), "full"))
+def long_replay(bench: Bench) -> None:
+    """Sixty steps of sizes drawn from the seed."""
+    tiered = Tiered(bench, 80, 60)
+    sequences = [tiered.sequence() for _ in range(3)]
+    for turn, (which, count) in enumerate(
+        inputs.integers(inputs.derive(bench.seed, "long"), (60, 2), 0, 2**16).tolist()
+    ):
+        tiered.step({sequences[which % 3]: tiered.make(1 + count % (tiered.page_size + 3), f"t{turn}")})
+    tiered.check()
