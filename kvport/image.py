@@ -4,8 +4,9 @@ A page image is what moves between devices and vendors. Its arrays are the plane
 token-major then head, little endian, one tensor per model layer and plane of shape ``(pages, *plane.shape)``. Slots
 never written are zero. Codes and scales are digested apart, so that two chips can be compared on each.
 
-The file is safetensors; its metadata holds the version, the cache's fingerprint, the format and a checksum per layer.
-Loading refuses, and never repairs, an image that is truncated, altered, incomplete or of another cache.
+The file is safetensors; its metadata holds the version, the cache's fingerprint, the format, a checksum per layer, and
+one of the metadata itself. Loading refuses, and never repairs, an image that is truncated, altered, incomplete or of
+another cache.
 """
 
 from __future__ import annotations
@@ -26,13 +27,16 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvport.errors import ImageError
+from kvport.errors import ImageError, InvalidArgument
 
 if TYPE_CHECKING:
     from kvport.cache import PagedCache
     from kvport.sequences import Sequence
 
 IMAGE_VERSION = 1
+
+#: Positions are 32-bit, see :class:`kvport.backend.StepArrays`.
+LONGEST = 2**31
 
 
 @dataclass(frozen=True)
@@ -82,6 +86,7 @@ class PageImage:
             "ids": json.dumps(self.ids),
             "digests": json.dumps({str(layer): digest for layer, digest in self.digests().items()}, sort_keys=True),
         }
+        metadata["checksum"] = _checksum(metadata, tensors)
         handle, temporary = tempfile.mkstemp(prefix=target.name, suffix=".tmp", dir=target.parent)
         os.close(handle)
         try:
@@ -107,6 +112,8 @@ class PageImage:
             raise ImageError(
                 f"{path} has page image version {metadata.get('kvport.image')!r}; this kvport reads {IMAGE_VERSION}"
             )
+        if metadata.get("checksum") != _checksum(metadata, tensors):
+            raise ImageError(f"{path}: the checksum of its metadata does not match; the file was damaged or altered")
         try:
             layers: dict[int, dict[str, Tensor]] = {}
             for name, tensor in tensors.items():
@@ -117,14 +124,14 @@ class PageImage:
                 fingerprint=metadata["fingerprint"],
                 format=metadata["format"],
                 length=int(metadata["length"]),
-                passed=tuple(int(n) for n in json.loads(metadata["passed"])),
-                sealed=tuple(int(n) for n in json.loads(metadata["sealed"])),
+                passed=_integers(json.loads(metadata["passed"])),
+                sealed=_integers(json.loads(metadata["sealed"])),
                 pin=int(metadata["pin"]),
                 layers=dict(sorted(layers.items())),
-                ids=None if ids is None else tuple(int(i) for i in ids),
+                ids=None if ids is None else _integers(ids),
             )
-            recorded = json.loads(metadata["digests"])
-        except (KeyError, ValueError, TypeError) as error:
+            recorded = dict(json.loads(metadata["digests"]))
+        except (KeyError, ValueError, TypeError, RecursionError) as error:
             raise ImageError(f"{path} has damaged page image metadata: {error!r}") from error
         found = {str(layer): digest for layer, digest in image.digests().items()}
         if found != recorded:
@@ -164,6 +171,8 @@ def import_sequence(cache: PagedCache, image: PageImage) -> Sequence:
     Raises :class:`ImageError` where the fingerprint or the geometry differs, and :class:`OutOfPages` where the pools
     cannot hold it; nothing changed then.
     """
+    if not isinstance(image, PageImage):
+        raise InvalidArgument(f"insert takes a PageImage (PageImage.load reads a file), got {type(image).__name__}")
     cache._open("import into")
     cache._outside_step("import a page image")
     if image.fingerprint != cache.fingerprint:
@@ -220,10 +229,12 @@ def _check_image(cache: PagedCache, image: PageImage) -> list[list[int]]:
     The fingerprint fixes format and geometry; this catches an image whose arrays do not keep to it.
     """
     layout, size = cache.layout, cache.layout.page_size
-    if image.length < 0 or not len(image.passed) == len(image.sealed) == len(layout.groups):
+    if not 0 <= image.length < LONGEST or not len(image.passed) == len(image.sealed) == len(layout.groups):
         raise ImageError(f"image of length {image.length} with {len(image.passed)} groups, needs {len(layout.groups)}")
     if image.ids is not None and len(image.ids) != image.length:
         raise ImageError(f"image has {len(image.ids)} token ids for {image.length} tokens")
+    if image.ids and not -(2**63) <= min(image.ids) <= max(image.ids) < 2**63:
+        raise ImageError("image has token ids beyond 64 bits")
     if set(image.layers) != set(cache._stored_layers):
         raise ImageError(f"image holds layers {sorted(image.layers)}, the cache stores {sorted(cache._stored_layers)}")
     blocks: list[list[int]] = [[] for _ in cache._lanes]
@@ -236,6 +247,10 @@ def _check_image(cache: PagedCache, image: PageImage) -> list[list[int]]:
             raise ImageError(
                 f"image lacks {passed} leading pages of layers {list(members.layers)}; at most {most} may be"
             )
+        for layer in members.layers:  # before anything is built in proportion to what the image only claims
+            stored = sum(len(t) for n, t in image.layers[layer].items() if n.endswith("key.codes") and t.ndim)
+            if stored != (claimed := -(-image.length // size) - passed):
+                raise ImageError(f"layer {layer} of the image has {stored} pages, {image.length} tokens need {claimed}")
         if sealed % size or not 0 <= sealed <= (image.length if tiers.tiered else 0) or image.pin < 0:
             raise ImageError(f"image says sealed {sealed}, pin {image.pin} for {image.length} tokens, which cannot be")
         head = tiers.head_pages(image.pin, size)
@@ -251,6 +266,22 @@ def _check_image(cache: PagedCache, image: PageImage) -> list[list[int]]:
         if got != wanted[layer]:
             raise ImageError(f"layer {layer} of the image has arrays {got}, needs {wanted[layer]}")
     return blocks
+
+
+def _integers(values: object) -> tuple[int, ...]:
+    """A parsed JSON list of integers; nothing is rounded or converted."""
+    if not isinstance(values, list) or not all(type(n) is int for n in values):
+        raise ValueError(f"not a list of integers: {values!r:.80}")
+    return tuple(values)
+
+
+def _checksum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    """sha256 over the metadata but itself, and the arrays' names, dtypes and shapes (digests cover their bytes)."""
+    covered = {
+        "metadata": {name: text for name, text in metadata.items() if name != "checksum"},
+        "arrays": {name: [str(t.dtype), list(t.shape)] for name, t in tensors.items()},
+    }
+    return hashlib.sha256(json.dumps(covered, sort_keys=True).encode()).hexdigest()
 
 
 def _blank_tail(planes: Tensor, page_size: int, length: int) -> Tensor:
