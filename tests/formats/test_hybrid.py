@@ -104,9 +104,9 @@ def test_a_step_that_one_group_cannot_hold_changes_no_group() -> None:
 
 
 def test_layers_that_share_read_their_owners_pages_in_every_tier() -> None:
-    """Layer 2 stores nothing: its queries, of another head count, see layer 0's near and far pages."""
+    """Layer 2 stores nothing: its queries see layer 0's near and far pages."""
     owner = spec("int4:g8,recent=3")
-    reader = LayerSpec(2, 8, 16, 32, format=owner.format, shares=0)
+    reader = LayerSpec(2, 4, 16, 32, format=owner.format, shares=0)
     layout = CacheLayout((owner, spec("fp32"), reader), CacheFormat.parse("int8"), 4)
     assert [group.layers for group in layout.groups] == [(0,), (1,)]
     with pytest.raises(LayoutError, match="differs from it"):
