@@ -508,10 +508,12 @@ def read_ids(given: object) -> list[int]:
     try:
         array = np.asarray(given)
         if array.ndim == 1 and (array.size == 0 or np.issubdtype(array.dtype, np.integer)):
-            return [int(i) for i in array]
+            ids = [int(i) for i in array]
+            if not ids or max(ids) < 2**63:  # only unsigned arrays can hold more
+                return ids
     except (TypeError, ValueError, RuntimeError):
         pass
-    raise InvalidArgument(f"token ids are a 1-d run of integers, or give their number; got {given!r:.80}")
+    raise InvalidArgument(f"token ids are a 1-d run of 64-bit integers, or give their number; got {given!r:.80}")
 
 
 def _reader(key: Tensor, value: Tensor) -> Read:
