@@ -40,9 +40,8 @@ def tuning(kind: str, mode: Mode, *, dim: int, bits: int, group: int, most_token
     """
     wide = dim > 128
     if mode == "exact":
-        # float32 products run on the ordinary lanes; tiles are small so that they fit registers and shared memory.
-        rows = group if kind == "decode" else min(32, triton.next_power_of_2(most_tokens * group))
-        return Tuning(tile=32, warps=4, stages=1, waves=4, rows=max(rows, group))
+        # float32 products run on the ordinary lanes and are unrolled: small tiles keep registers and code in bounds.
+        return Tuning(tile=32, warps=8 if wide else 4, stages=1, waves=4, rows=group if kind == "decode" else 16)
     if kind == "decode":
         if mode == "native":
             return Tuning(tile=64, warps=4, stages=2 if wide else 3, waves=2 if wide else 4, rows=group)

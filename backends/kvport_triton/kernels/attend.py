@@ -527,14 +527,10 @@ def attend_kernel(
     factor = per_weight
     if MODE == CODES and V_STATIC == 0:
         factor = per_weight * top
-    shift = 1.0
     whole = splits == 1
     if SINK:
-        if whole:
-            sink = tl.load(SINKS + q_heads, mask=live, other=0.0).to(tl.float32) * LOG2_E
-            lse, shift = _with_sink(lse, sink)
-        else:
-            shift = tl.full([M], 1.0, tl.float32)
+        sink = tl.load(SINKS + q_heads, mask=live & whole, other=NEGATIVE_INFINITY).to(tl.float32) * LOG2_E
+        lse, shift = _with_sink(lse, sink)  # a sink of -inf, as partials get, changes nothing
     row_out = rows.to(tl.int64) * query_heads + q_heads
     row_part = (part.to(tl.int64) * heads + h) * ROWS + r
     if whole:

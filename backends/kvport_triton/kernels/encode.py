@@ -58,19 +58,9 @@ def _store_codes(
     if not TRANSPOSED:
         tl.store(C + ((base * PAGE + offset) * BYTES)[:, None] + first_byte + j[None, :], codes, mask=mask)
     else:
-        # Rows that fill aligned runs of slots, as in prefill, are stored as whole runs; others byte by byte.
-        i = tl.arange(0, BT)
-        base0 = tl.min(base, 0)
-        offset0 = tl.min(offset, 0)
-        run = (tl.max(base, 0) == base0) & (offset0 % BT == 0) & (tl.min(live.to(tl.int32), 0) == 1)
-        run = run & (tl.max(tl.abs(offset - offset0 - i), 0) == 0)
-        if run:
-            offset0 = tl.multiple_of(offset0.to(tl.int32), BT)
-            target = C + (base0 * BYTES + first_byte) * PAGE + j[None, :] * PAGE + offset0 + i[:, None]
-            tl.store(target, codes, mask=(j < used)[None, :] & (i >= 0)[:, None])
-        else:
-            target = C + ((base * BYTES + first_byte) * PAGE + offset)[:, None] + j[None, :] * PAGE
-            tl.store(target, codes, mask=mask)
+        # Transposed in registers first, so that neighbouring lanes write neighbouring tokens of a page.
+        target = C + ((base * BYTES + first_byte) * PAGE + offset)[None, :] + j[:, None] * PAGE
+        tl.store(target, tl.trans(codes), mask=live[None, :] & (j < used)[:, None])
 
 
 @triton.jit
@@ -86,6 +76,7 @@ def _encode_side(
     N: tl.constexpr = DIM // GROUPS
     WIDTH: tl.constexpr = triton.next_power_of_2(N)
     BYTES: tl.constexpr = DIM // PER_BYTE
+    LARGEST: tl.constexpr = 2.0 ** (BITS - 1) - 1.0 if SYMMETRIC else 2.0**BITS - 1.0
     d = tl.arange(0, WIDTH)
     used = live[:, None] & (d < N)[None, :]
     for g in tl.static_range(GROUPS):
@@ -102,7 +93,6 @@ def _encode_side(
             _store_codes(bits, C, page, offset, live, h, heads, 0, N, BT, BYTES, WIDTH, PAGE, TRANSPOSED)
         else:
             x = loaded.to(tl.float32)
-            largest: tl.constexpr = 2.0 ** (BITS - 1) - 1.0 if SYMMETRIC else 2.0**BITS - 1.0
             if STATIC > 0:
                 if STATIC == 1:
                     where = tl.zeros([1, WIDTH], tl.int32)
@@ -132,7 +122,7 @@ def _encode_side(
                     offset_value = widen_bits(zero, SCALE)
                     extent = high - offset_value
                     x = x - offset_value[:, None]
-                raw = tl.div_rn(extent, tl.full([BT], largest, tl.float32))
+                raw = tl.div_rn(extent, tl.full([BT], LARGEST, tl.float32))
                 bits = scale_bits(raw, extent > 0.0, SCALE)
                 scale = widen_bits(bits, SCALE)
                 q = quotient(x, tl.broadcast_to(scale[:, None], x.shape))
@@ -141,7 +131,7 @@ def _encode_side(
                 if not SYMMETRIC:
                     store_bits(Z + where, zero, live, SCALE)
             # Clamping to integers before rounding equals clamping after, and keeps q where ROUNDER rounds.
-            q = tl.minimum(tl.maximum(q, -largest if SYMMETRIC else 0.0), largest)
+            q = tl.minimum(tl.maximum(q, -LARGEST if SYMMETRIC else 0.0), LARGEST)
             q = (q + ROUNDER) - ROUNDER
             if STATIC > 0:
                 q = tl.where(nan, 0.0, q)
