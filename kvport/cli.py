@@ -30,6 +30,7 @@ class Command:
 COMMANDS: Final = (
     Command("backends", "kvport.commands.backends", "list the installed backends: usable or why not, what they do"),
     Command("plan", "kvport.commands.plan", "how much memory a model's KV cache takes, and what fits, by format"),
+    Command("calibrate", "kvport.commands.calibrate", "static scales from a model and a text, or from a checkpoint"),
 )
 
 

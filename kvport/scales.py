@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -42,6 +43,14 @@ class LayerScales:
     value: SideScales | None = None
 
 
+class ScaleSource(Mapping[int, LayerScales], ABC):
+    """Scales by layer that know what they were made for, such as :class:`kvport.recipes.Recipe`."""
+
+    @abstractmethod
+    def check(self, layout: CacheLayout) -> None:
+        """Raise :class:`ScaleError` where they were made for another format than the layout's."""
+
+
 def resolve_scales(layout: CacheLayout, given: Mapping[int, LayerScales] | None) -> list[tuple[LayerScales, ...]]:
     """Check ``given`` (by model layer) against the layout and cast to the formats' scale dtypes.
 
@@ -50,6 +59,8 @@ def resolve_scales(layout: CacheLayout, given: Mapping[int, LayerScales] | None)
     positive finite number that its dtype can hold. Warns where every scale of the recipe is exactly 1.0, the sign of
     an exporter that wrote defaults.
     """
+    if isinstance(given, ScaleSource):
+        given.check(layout)
     given = {} if given is None else dict(given)
     stored = {layer for group in layout.groups for layer in group.layers}
     if unknown := sorted(set(given) - stored, key=str):
