@@ -418,6 +418,8 @@ def test_float16_at_its_limit() -> None:
         (40, 64, 4, 60),
         (62, 64, 4, 60),  # the first rows see nothing
         (60, 60, 2, 60),  # nobody sees anything
+        (0, 64, 1, 50),  # the store holds later positions than the query's
+        (0, 64, 3, 50),
     ],
 )
 @pytest.mark.parametrize("dim", [64, 128])
