@@ -29,13 +29,13 @@ from kvport.errors import (
     StepError,
     Unsupported,
 )
-from kvport.formats import dtype_name
+from kvport.formats import DTYPES, dtype_name
 from kvport.image import PageImage, export_sequence, import_sequence
 from kvport.layout import CacheLayout
 from kvport.pages import SPARE, PagePool
 from kvport.prefix import PrefixIndex, PrefixStats
 from kvport.rotation import unrotate
-from kvport.scales import LayerScales, resolve_scales, scales_digest
+from kvport.scales import LayerScales, resolve_scales, scales_digest, warn_unit_scales
 from kvport.sequences import Sequence
 from kvport.step import Fresh, Step, read_ids
 from kvport.tiers import Lane, canonical_bytes, make_lanes
@@ -125,6 +125,7 @@ class PagedCache:
         self.layout = layout
         self.share_prefixes = share_prefixes
         resolved = resolve_scales(layout, scales)
+        warn_unit_scales(resolved)
         self._lanes, self._tiers = make_lanes(layout)
         self._supports = [_supported(backend, layout, lane) for lane in self._lanes]
         self.fingerprint = _fingerprint(layout, scales_digest(resolved), identity or {})
@@ -214,8 +215,8 @@ class PagedCache:
         Positions that a window has freed are zeros. ``dtype`` defaults to the cache's.
         """
         self._open("gather from")
-        sequence._usable("gather")
         self._own(sequence)
+        sequence._usable("gather")
         group, local = self._locate(layer)
         tables = {
             lane: torch.tensor([sequence._pages[lane]], dtype=torch.int32, device=self.backend.torch_device)
@@ -329,6 +330,9 @@ class PagedCache:
             self._step.rollback()
         self.close()
 
+    def __copy__(self) -> PagedCache:
+        raise KVPortError("a cache cannot be copied; fork its sequences, or open a second cache")
+
     def __deepcopy__(self, memo: object) -> PagedCache:
         raise KVPortError("a cache cannot be copied; fork its sequences, or open a second cache")
 
@@ -387,11 +391,13 @@ class PagedCache:
             self._pools[self._tiers[group].far].release([far])
 
     def _own(self, sequence: Sequence) -> None:
+        if not isinstance(sequence, Sequence):
+            raise InvalidArgument(f"needs a sequence of this cache, got {type(sequence).__name__}")
         if sequence._cache is not self:
             raise SequenceError(f"{sequence!r} belongs to another cache")
 
     def _locate(self, layer: int) -> tuple[int, int]:
-        if not isinstance(layer, int) or not 0 <= layer < len(self._where):
+        if type(layer) is not int or not 0 <= layer < len(self._where):
             self.layout.locate(layer)  # raises with the allowed range
         return self._where[layer]
 
@@ -413,6 +419,8 @@ class PagedCache:
         spans: SequenceOf[Span],
         dtype: torch.dtype | None,
     ) -> tuple[Tensor, Tensor]:
+        if dtype is not None and dtype not in DTYPES.values():
+            raise InvalidArgument(f"dtype must be torch.float32, bfloat16 or float16, got {dtype!r}")
         tiers, lengths = self._tiers[group], [span.length for span in spans]
 
         def gather(lane: int) -> tuple[Tensor, Tensor]:
@@ -456,10 +464,18 @@ def _supported(backend: Backend, layout: CacheLayout, lane: Lane) -> Support:
     return support
 
 
+def check_identity(identity: Mapping[str, str]) -> None:
+    """Refuse an identity that is not a mapping of model, adapter and rope to text."""
+    if not isinstance(identity, Mapping) or (set(identity) - {"model", "adapter", "rope"}):
+        raise InvalidArgument(f"identity is a mapping of model, adapter and rope to text, got {identity!r:.80}")
+    for name, text in identity.items():
+        if not isinstance(text, str):
+            raise InvalidArgument(f"identity {name} must be text, got {text!r:.80}")
+
+
 def _fingerprint(layout: CacheLayout, scales: str, identity: Mapping[str, str]) -> str:
     """sha256 over everything that must agree before two caches may share or exchange a page."""
-    if unknown := set(identity) - {"model", "adapter", "rope"}:
-        raise InvalidArgument(f"identity takes model, adapter and rope, not {sorted(unknown)}")
+    check_identity(identity)
     record = {
         "version": FINGERPRINT_VERSION,
         "page_size": layout.page_size,

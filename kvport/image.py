@@ -143,8 +143,8 @@ class PageImage:
 def export_sequence(cache: PagedCache, sequence: Sequence) -> PageImage:
     """The canonical image of a sequence's committed tokens."""
     cache._open("export from")
-    sequence._usable("export")
     cache._own(sequence)
+    sequence._usable("export")
     layers: dict[int, dict[str, Tensor]] = {layer: {} for layer in cache._stored_layers}
     for lane in _lanes(cache):
         held = [page for page in sequence._pages[lane.number] if page]

@@ -105,8 +105,10 @@ class LayerSpec:
                 raise LayoutError(f"{name} must be a positive integer, got {value!r}")
         if self.query_heads % self.kv_heads:
             raise LayoutError(f"query_heads {self.query_heads} is not a multiple of kv_heads {self.kv_heads}")
-        if self.window is not None and (not isinstance(self.window, int) or self.window < 1):
+        if self.window is not None and (type(self.window) is not int or self.window < 1):
             raise LayoutError(f"window must be a positive number of tokens or None, got {self.window!r}")
+        if self.format is not None:
+            object.__setattr__(self, "format", CacheFormat.parse(self.format))
         if self.latent and (self.kv_heads != 1 or self.key_dim <= self.value_dim):
             raise LayoutError(
                 f"a latent layer has kv_heads 1 and key_dim = latent + rope > value_dim = latent; got kv_heads "
@@ -209,6 +211,7 @@ class CacheLayout:
     def __post_init__(self) -> None:
         if not self.layers:
             raise LayoutError("a cache needs at least one layer")
+        object.__setattr__(self, "format", CacheFormat.parse(self.format))
         for index, spec in enumerate(self.layers):
             _check_sharing(self.layers, index, spec)
         object.__setattr__(self, "groups", self._make_groups())
@@ -261,7 +264,7 @@ class CacheLayout:
 
     def locate(self, layer: int) -> tuple[int, int]:
         """(group index, layer index inside the group) that hold the K/V of model layer ``layer``."""
-        if not isinstance(layer, int) or not 0 <= layer < len(self.layers):
+        if type(layer) is not int or not 0 <= layer < len(self.layers):
             raise LayoutError(f"layer {layer!r} is not one of the cache's layers 0 .. {len(self.layers) - 1}")
         owner = self.layers[layer].shares
         owner = layer if owner is None else owner

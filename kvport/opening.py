@@ -7,11 +7,11 @@ from collections.abc import Sequence as SequenceOf
 
 import torch
 
-from kvport.cache import PagedCache
+from kvport.cache import PagedCache, check_identity
 from kvport.errors import InvalidArgument
 from kvport.formats import CacheFormat
 from kvport.layout import DEFAULT_PAGE_SIZE, CacheLayout
-from kvport.scales import LayerScales
+from kvport.scales import LayerScales, resolve_scales
 from kvport.tiers import make_lanes
 
 
@@ -86,12 +86,19 @@ def open(
         )
     elif given := [name for name, value in {**equal, **others}.items() if value is not None]:
         raise InvalidArgument(f"layout= already says {', '.join(given)}; give one or the other")
+    elif not isinstance(layout, CacheLayout):
+        raise InvalidArgument(f"layout must be a CacheLayout, got {type(layout).__name__}")
+    # All that can be judged without a backend is, so that a wrong argument is reported on any machine.
+    counts = _page_counts(layout, tokens, pages)
+    if identity is not None:
+        check_identity(identity)
+    resolve_scales(layout, scales)
     from kvport.registry import load_backend  # plugins are looked up when a cache is opened, not at import
 
     return PagedCache(
         load_backend(device),
         layout,
-        _page_counts(layout, tokens, pages),
+        counts,
         scales=scales,
         identity=identity,
         share_prefixes=share_prefixes,
@@ -106,7 +113,8 @@ def _page_counts(layout: CacheLayout, tokens: int | None, pages: int | SequenceO
         if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
             raise InvalidArgument(f"tokens must be a positive integer, got {tokens!r}")
         return [lane.layout.pages_for(tokens) + 1 for lane in lanes]
-    counts = [pages] * len(lanes) if isinstance(pages, int) else list(pages or ())
+    several = isinstance(pages, SequenceOf) and not isinstance(pages, str)
+    counts: list[int] = list(pages) if several else [pages] * len(lanes)  # type: ignore[arg-type, list-item]
     if len(counts) != len(lanes):
         raise InvalidArgument(f"pages gives {len(counts)} counts, the layout has {len(lanes)} pools of pages")
     for count in counts:

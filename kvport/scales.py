@@ -56,9 +56,10 @@ def resolve_scales(layout: CacheLayout, given: Mapping[int, LayerScales] | None)
 
     Returns, for each group, one :class:`LayerScales` per layer of the group. Raises :class:`ScaleError` naming the
     layer and the side where a static format has none, a dynamic one has some, a shape differs, or a value is not a
-    positive finite number that its dtype can hold. Warns where every scale of the recipe is exactly 1.0, the sign of
-    an exporter that wrote defaults.
+    positive finite number that its dtype can hold.
     """
+    if given is not None and not isinstance(given, Mapping):
+        raise ScaleError(f"scales are a mapping {{layer: LayerScales}}, got {type(given).__name__}")
     if isinstance(given, ScaleSource):
         given.check(layout)
     given = {} if given is None else dict(given)
@@ -69,13 +70,17 @@ def resolve_scales(layout: CacheLayout, given: Mapping[int, LayerScales] | None)
         tuple(_resolve_layer(group, layer, given.get(layer, LayerScales())) for layer in group.layers)
         for group in layout.groups
     ]
+    return resolved
+
+
+def warn_unit_scales(resolved: list[tuple[LayerScales, ...]]) -> None:
+    """Warn where every scale is exactly 1.0, the sign of an exporter that wrote defaults."""
     sides = [side for group in resolved for layer in group for side in (layer.key, layer.value) if side is not None]
     if len(sides) > 1 and all(bool((side.scale == 1).all()) for side in sides):
         warnings.warn(
             f"all {len(sides)} static scales are exactly 1.0, as an exporter writes that has calibrated nothing",
-            stacklevel=4,
+            stacklevel=4,  # whoever called kvport.open
         )
-    return resolved
 
 
 def scales_digest(resolved: list[tuple[LayerScales, ...]]) -> str:
@@ -115,6 +120,8 @@ def _resolve_side(where: str, fmt: TensorFormat, heads: int, dim: int, given: Si
         return None
     if given is None:
         raise ScaleError(f"{where}: format {fmt} needs static scales and none were given; calibrate or pass scales=")
+    if not isinstance(given, SideScales):
+        raise ScaleError(f"{where}: needs a SideScales(scale, zero), got {type(given).__name__}")
     shape = {"tensor": (), "block": (), "head": (heads,), "channel": (heads, dim)}[fmt.granularity]
     given_scale = _read(where, "scale", given.scale, shape, fmt)
     scale = given_scale.to(fmt.scale_torch_dtype)

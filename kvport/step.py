@@ -277,9 +277,9 @@ class Step:
         self._check_tensor("query", query, (self.tokens, spec.query_heads, spec.key_dim))
         if scale is None:
             scale = 1.0 / math.sqrt(spec.key_dim)
-        elif not math.isfinite(scale):
+        elif not _is_finite(scale):
             raise InvalidArgument(f"scale must be a finite number, got {scale!r}")
-        if softcap is not None and not (math.isfinite(softcap) and softcap > 0):
+        if softcap is not None and not (_is_finite(softcap) and softcap > 0):
             raise InvalidArgument(f"softcap must be a positive finite number or None, got {softcap!r}")
         if sinks is not None:
             self._check_tensor("sinks", sinks, (spec.query_heads,))
@@ -501,6 +501,13 @@ def _read_tokens(
             ids.append(read_ids(given))
             counts.append(len(ids[-1] or ()))
     return list(tokens), counts, ids
+
+
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except (TypeError, ValueError, RuntimeError):  # not a number, or a tensor of many
+        return False
 
 
 def read_ids(given: object) -> list[int]:
