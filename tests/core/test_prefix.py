@@ -89,7 +89,7 @@ def test_a_hit_equals_a_miss_bit_for_bit(format: str, tokens: int) -> None:
     assert hit.length == tokens // 4 * 4
     assert miss.match(TEXT[:tokens]).length == 0
     twin = support.fill(miss, 1, hit.length, ids=TEXT[: hit.length])
-    rest = TEXT[hit.length : tokens] + [11, 12, 13]
+    rest = [*TEXT[hit.length : tokens], 11, 12, 13]
     results = []
     for cache, sequence in ((sharing, hit), (miss, twin)):
         stranger = cache.sequence()
@@ -357,7 +357,7 @@ def _caches() -> dict[str, PagedCache]:
         extra = {key: options.pop(key) for key in ("identity", "scales") if key in options}
         return support.open_cache(CacheLayout.uniform(**options), 3, **extra)
 
-    def static(scale: float, zero: float | None = None, format: str = "int8:tensor:static") -> PagedCache:
+    def static(scale: Any, zero: float | None = None, format: str = "int8:tensor:static") -> PagedCache:
         layout = CacheLayout.uniform(layers=2, kv_heads=2, query_heads=4, head_dim=32, page_size=4, format=format)
         side = SideScales(torch.tensor(scale), None if zero is None else torch.tensor(zero))
         return support.open_cache(layout, 3, scales=support.unit_scales(layout, side))
@@ -385,13 +385,7 @@ def _caches() -> dict[str, PagedCache]:
         "v int4": uniform(format="k=int8,v=int4"),
         "static": static(0.05),
         "static, another scale": static(0.0500001),
-        "static per head": support.open_cache(
-            CacheLayout.uniform(layers=2, kv_heads=2, query_heads=4, head_dim=32, page_size=4, format="int8:head:static"),
-            3,
-            scales=support.unit_scales(
-                CacheLayout.uniform(layers=2, kv_heads=2, query_heads=4, head_dim=32, page_size=4), SideScales(torch.full((2,), 0.05))
-            ),
-        ),
+        "static per head": static([0.05, 0.05], format="int8:head:static"),
         "static asym": static(0.05, 0.0, asym),
         "static asym, another zero": static(0.05, -1.0, asym),
         "page size": uniform(page_size=8),
