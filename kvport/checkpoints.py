@@ -39,7 +39,7 @@ from kvport.formats import DTYPES, CacheFormat, TensorFormat
 from kvport.layout import CacheLayout, LayerSpec
 from kvport.model_config import ModelGeometry, read_model_config
 from kvport.recipes import Recipe
-from kvport.scales import LayerScales, SideScales, resolve_scales
+from kvport.scales import LayerScales, SideScales, resolve_scales, warn_unit_scales
 
 _LAYER: Final = r"(?P<prefix>(?:[^.]+\.)*?)(?P<layer>\d+)\."
 _MODELSLIM: Final = re.compile(_LAYER + r"(?:.*\.)?(?P<side>[kv])_proj\.kv_cache_(?P<part>scale|offset)")
@@ -142,7 +142,7 @@ def import_scales(
             "kvport's encoder uses codes -127 .. 127: values that the checkpoint's own would code -128 saturate"
         )
     recipe = Recipe(scales, dict.fromkeys(scales, str(fmt)), provenance, tuple(notes))
-    resolve_scales(_layout(geometry, fmt, layers), recipe)
+    warn_unit_scales(resolve_scales(_layout(geometry, fmt, layers), recipe))
     return recipe
 
 
