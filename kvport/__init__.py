@@ -2,40 +2,97 @@
 
 ``kvport.open("cpu", format="int8", ...)`` gives a :class:`PagedCache`; ``cache.step({sequence: n})`` appends and
 attends. docs/architecture.md is the map.
+
+Names are imported when they are first used, so that listing backends and asking for help work even where torch itself
+cannot be imported (a chip's torch extension that is installed without its driver libraries breaks ``import torch``).
 """
 
-from kvport.backend import FEATURES, Backend, Plan, StepArrays, Store, Support
-from kvport.cache import CacheInfo, CacheStats, PagedCache, Poisoned, PoolStats
-from kvport.errors import (
-    BackendError,
-    BackendUnavailable,
-    ClosedError,
-    FormatError,
-    ImageError,
-    IncompleteStep,
-    InvalidArgument,
-    KVPortError,
-    LayoutError,
-    MissingDependency,
-    OutOfMemory,
-    OutOfPages,
-    PluginConflict,
-    ScaleError,
-    SequenceError,
-    StepError,
-    UnknownBackend,
-    Unsupported,
-)
-from kvport.formats import CacheFormat, TensorFormat
-from kvport.hookspecs import BACKEND_API, BackendInfo, Device, Probe, hookimpl
-from kvport.image import PageImage
-from kvport.layout import CacheLayout, GroupLayout, LayerSpec
-from kvport.opening import open
-from kvport.scales import LayerScales, SideScales
-from kvport.sequences import Sequence
-from kvport.step import Attention, Step
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvport.backend import FEATURES, Backend, Plan, StepArrays, Store, Support
+    from kvport.cache import CacheInfo, CacheStats, PagedCache, Poisoned, PoolStats
+    from kvport.errors import (
+        BackendError,
+        BackendUnavailable,
+        ClosedError,
+        FormatError,
+        ImageError,
+        IncompleteStep,
+        InvalidArgument,
+        KVPortError,
+        LayoutError,
+        MissingDependency,
+        OutOfMemory,
+        OutOfPages,
+        PluginConflict,
+        ScaleError,
+        SequenceError,
+        StepError,
+        UnknownBackend,
+        Unsupported,
+    )
+    from kvport.formats import CacheFormat, TensorFormat
+    from kvport.hookspecs import BACKEND_API, BackendInfo, Device, Probe, hookimpl
+    from kvport.image import PageImage
+    from kvport.layout import CacheLayout, GroupLayout, LayerSpec
+    from kvport.opening import open
+    from kvport.scales import LayerScales, SideScales
+    from kvport.sequences import Sequence
+    from kvport.step import Attention, Step
 
 __version__ = "0.1.0"
+
+#: Public name -> the module that defines it.
+_HOME = {
+    "FEATURES": "backend",
+    "Backend": "backend",
+    "Plan": "backend",
+    "StepArrays": "backend",
+    "Store": "backend",
+    "Support": "backend",
+    "CacheInfo": "cache",
+    "CacheStats": "cache",
+    "PagedCache": "cache",
+    "Poisoned": "cache",
+    "PoolStats": "cache",
+    "BackendError": "errors",
+    "BackendUnavailable": "errors",
+    "ClosedError": "errors",
+    "FormatError": "errors",
+    "ImageError": "errors",
+    "IncompleteStep": "errors",
+    "InvalidArgument": "errors",
+    "KVPortError": "errors",
+    "LayoutError": "errors",
+    "MissingDependency": "errors",
+    "OutOfMemory": "errors",
+    "OutOfPages": "errors",
+    "PluginConflict": "errors",
+    "ScaleError": "errors",
+    "SequenceError": "errors",
+    "StepError": "errors",
+    "UnknownBackend": "errors",
+    "Unsupported": "errors",
+    "CacheFormat": "formats",
+    "TensorFormat": "formats",
+    "BACKEND_API": "hookspecs",
+    "BackendInfo": "hookspecs",
+    "Device": "hookspecs",
+    "Probe": "hookspecs",
+    "hookimpl": "hookspecs",
+    "PageImage": "image",
+    "CacheLayout": "layout",
+    "GroupLayout": "layout",
+    "LayerSpec": "layout",
+    "open": "opening",
+    "LayerScales": "scales",
+    "SideScales": "scales",
+    "Sequence": "sequences",
+    "Attention": "step",
+    "Step": "step",
+}
 
 __all__ = [
     "FEATURES",
@@ -85,3 +142,15 @@ __all__ = [
     "Attention",
     "Step",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOME:
+        raise AttributeError(f"module 'kvport' has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"kvport.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_HOME])

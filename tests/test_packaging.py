@@ -16,7 +16,7 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 #: The top level of the wheel, exactly.
-PACKAGES = {"kvport", "kvport_cpu", "kvport_triton", "kvport_conformance", "pytest_kvport"}
+PACKAGES = {"kvport", "kvport_cpu", "kvport_triton", "kvport_ascend", "kvport_conformance", "pytest_kvport"}
 
 
 @pytest.fixture(scope="module")
