@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvport.errors import InvalidArgument, MissingDependency, Unsupported
+from kvport.evaluation import cache_argument
 
 _INSTALL: Final = "pip install -U 'kvport[transformers]'"
 try:
@@ -85,7 +85,7 @@ def observe_cache(
         raise InvalidArgument(f"mask must have the shape of ids {tuple(ids.shape)}, got {tuple(mask.shape)}")
     if chunk < 1:
         raise InvalidArgument(f"chunk must be a positive number of tokens, got {chunk}")
-    argument = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    argument = cache_argument(model)
     cache = _Recorder(model.config)
     counted = mask.cumsum(1) - 1
     starts = range(0, ids.shape[1], chunk)
