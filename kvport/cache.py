@@ -135,7 +135,7 @@ class PagedCache:
         self._page_bytes = [backend.page_bytes(lane.layout) for lane in self._lanes]
         self._stores: list[Store] = []
         for lane, count, size in zip(self._lanes, pages, self._page_bytes, strict=True):
-            scales_of_lane = resolved[lane.group] if lane.layout.format.static else None
+            scales_of_lane = resolved[lane.group] if lane.layout.format.calibrated else None
             try:
                 self._stores.append(backend.allocate(lane.layout, count, scales=scales_of_lane))
             except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError on CPUs, a subclass on GPUs

@@ -6,13 +6,13 @@ kernels of its own must produce the same bits; docs/contract.md states the defin
 
 Shapes: rows are ``(..., tokens, heads, dim)``; planes have the same leading dims (see :func:`kvport.layout.planes`).
 What is encoded for a row depends on that row alone, except for cN formats, whose groups span N tokens of one page.
-The float codes (fp8, mxfp4, nvfp4) are in :mod:`kvport.codec_floats`.
+The float codes (fp8, mxfp4, nvfp4) are in :mod:`kvport.codec_floats`, outlier channels in :mod:`kvport.outliers`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,6 +21,7 @@ from torch import Tensor
 from kvport import codec_floats
 from kvport.errors import ScaleError
 from kvport.formats import CODES, TensorFormat
+from kvport.outliers import mask_channels, put_channels, take_channels
 
 if TYPE_CHECKING:
     from kvport.scales import SideScales  # scales casts its zeros with floor_cast
@@ -31,7 +32,7 @@ INPUT_LIMIT = 2.0**125
 
 @dataclass(frozen=True)
 class Encoded:
-    """Planes by short name (``codes``, ``scale``, ``zero``, ``tensor_scale``).
+    """Planes by short name (``codes``, ``scale``, ``zero``, ``tensor_scale``, ``outliers``).
 
     ``poisoned`` is ``(..., tokens)`` bool for static integer formats: a NaN was met, which no integer code can hold
     (it is stored as code 0). None for formats that keep poison visible in scale or code.
@@ -41,11 +42,20 @@ class Encoded:
     poisoned: Tensor | None = None
 
 
-def encode(fmt: TensorFormat, rows: Tensor, static: SideScales | None = None) -> Encoded:
-    """Encode ``rows`` ``(..., tokens, heads, dim)`` of any float dtype; ``static`` is on the rows' device."""
+def encode(
+    fmt: TensorFormat, rows: Tensor, static: SideScales | None = None, channels: Tensor | None = None
+) -> Encoded:
+    """Encode ``rows`` ``(..., tokens, heads, dim)`` of any float dtype.
+
+    ``static`` scales and outlier ``channels`` int64 ``(heads, c)`` are on the rows' device.
+    """
     if not fmt.quantized:
         return Encoded({"codes": rows.to(fmt.code_torch_dtype)})
     x = rows.to(torch.float32)
+    if fmt.outliers:
+        channels = _given(fmt, channels)
+        rest = encode(replace(fmt, outliers=0), _fill(fmt, x, mask_channels(channels, x.shape[-1])), static)
+        return Encoded({**rest.planes, "outliers": take_channels(x, channels)}, rest.poisoned)
     if fmt.kind == "int" and fmt.static:
         return _encode_static(fmt, x, static)
     if fmt.kind == "fp8" and fmt.static:
@@ -67,6 +77,7 @@ def decode(
     planes: Mapping[str, Tensor],
     static: SideScales | None = None,
     dtype: torch.dtype = torch.float32,
+    channels: Tensor | None = None,
 ) -> Tensor:
     """Decode planes (short names) to rows ``(..., tokens, heads, dim)``: code * scale (+ zero) in float32.
 
@@ -74,6 +85,9 @@ def decode(
     """
     if not fmt.quantized:
         return planes["codes"].to(dtype)
+    if fmt.outliers:
+        rest = decode(replace(fmt, outliers=0), planes, static)
+        return put_channels(rest, _given(fmt, channels), planes["outliers"]).to(dtype)
     x = unpack(fmt, planes["codes"])
     zero: Tensor | None
     if fmt.kind == "nv":
@@ -97,6 +111,22 @@ def decode(
     if zero is not None:
         grouped += zero if fmt.static else zero.unsqueeze(axis)
     return x.to(dtype)
+
+
+def _given(fmt: TensorFormat, channels: Tensor | None) -> Tensor:
+    if channels is None:
+        raise ScaleError(f"format {fmt} needs its outlier channels and none were given")
+    return channels
+
+
+def _fill(fmt: TensorFormat, x: Tensor, mask: Tensor) -> Tensor:
+    """Rows whose outlier channels, ``mask`` ``(heads, dim)``, hold what stretches no range."""
+    if fmt.symmetric or fmt.static:
+        return x.masked_fill(mask, 0.0)
+    low = to_groups(fmt, x.masked_fill(mask, torch.inf)).amin(-1, keepdim=True)
+    # A group that is all outliers, as every one of cN is that has any, has no other member.
+    low = low.masked_fill(to_groups(fmt, mask.expand(x.shape)).all(-1, keepdim=True), 0.0)
+    return torch.where(mask, from_groups(fmt, low.expand(to_groups(fmt, x).shape), x.shape), x)
 
 
 def to_groups(fmt: TensorFormat, x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ Grammar::
     sides   = tensor                      the same for K and V
             | "k=" tensor ",v=" tensor
             | "latent=" tensor ",rope=" tensor      for latent (MLA) layers
-    tensor  = code [":" granularity] [":asym"] [":static"] [":scale=" dtype]
+    tensor  = code [":" granularity] [":asym"] [":static"] [":scale=" dtype] [":outliers=" N]
     code    = fp32 | fp16 | bf16 | int8 | int4 | int2 | fp8_e4m3 | fp8_e5m2 | mxfp4 | nvfp4
     granularity = token | gN | cN | head | tensor | channel (default token)
     dtype   = fp32 | bf16 | fp16                            (default fp32)
@@ -20,7 +20,8 @@ Grammar::
 ``token`` is one scale per token and KV head; ``gN`` one per token, KV head and group of N channels; ``cN`` one per KV
 head and channel over N tokens, encoded when a whole page seals; ``tensor``, ``head`` and ``channel`` (one per KV head
 and channel) are static: their scales are given or calibrated beforehand. ``mxfp4`` and ``nvfp4`` bring their own
-block scales. ``sink`` first and ``recent`` last tokens stay in the model's dtype, or in the one named
+block scales. ``outliers`` channels per KV head, chosen by calibration, are kept in float32 beside the codes
+(:mod:`kvport.outliers`). ``sink`` first and ``recent`` last tokens stay in the model's dtype, or in the one named
 (:mod:`kvport.tiers` has the exact rule). ``rotate`` stores K behind a seeded Hadamard rotation
 (:mod:`kvport.rotation`).
 """
@@ -101,6 +102,7 @@ class TensorFormat:
 
     ``group`` is the group size of granularity ``"group"`` (channels along head_dim), ``"channel_group"`` (tokens) and
     ``"block"`` (the fixed blocks of mxfp4 and nvfp4), and 0 otherwise. ``scale_dtype`` is a name of :data:`DTYPES`.
+    ``outliers`` channels per KV head are kept in float32 beside the codes.
     Float codes take none of the options.
     """
 
@@ -110,17 +112,21 @@ class TensorFormat:
     symmetric: bool = True
     static: bool = False
     scale_dtype: str = "fp32"
+    outliers: int = 0
 
     def __post_init__(self) -> None:
         if self.code not in CODES:
             raise FormatError(f"unknown code {self.code!r}; known codes: {_listing(CODES)}")
         if self.scale_dtype not in DTYPES:
             raise FormatError(f"unknown scale dtype {self.scale_dtype!r}; allowed: {_listing(DTYPES)}")
+        if not isinstance(self.outliers, int) or isinstance(self.outliers, bool) or self.outliers < 0:
+            raise FormatError(f"outliers must be a number of channels >= 0, got {self.outliers!r}")
         if not self.quantized:
-            options = (self.granularity, self.group, self.symmetric, self.static, self.scale_dtype)
-            if options != ("token", 0, True, False, "fp32"):
+            options = (self.granularity, self.group, self.symmetric, self.static, self.scale_dtype, self.outliers)
+            if options != ("token", 0, True, False, "fp32", 0):
                 raise FormatError(
-                    f"{self.code} pages are not quantized: they take no granularity, asym, static or scale option"
+                    f"{self.code} pages are not quantized: they take no granularity, asym, static, scale or outliers "
+                    "option"
                 )
             return
         if self.kind in ("mx", "nv"):
@@ -176,6 +182,11 @@ class TensorFormat:
         return self.static and self.kind == "int"
 
     @property
+    def calibrated(self) -> bool:
+        """True where something chosen beforehand is needed at open: static scales, or which channels are outliers."""
+        return self.static or self.outliers > 0
+
+    @property
     def bits(self) -> int:
         """Stored bits per number, scales not counted."""
         return CODES[self.code].bits
@@ -201,6 +212,8 @@ class TensorFormat:
             found.append(f"groups of {self.group} channels do not divide dim {dim}")
         if self.granularity == "channel_group" and page_size % self.group:
             found.append(f"groups of {self.group} tokens do not divide page size {page_size}")
+        if self.outliers >= dim:
+            found.append(f"outliers={self.outliers} leaves nothing of dim {dim} to quantize; give less than {dim}")
         return found
 
     def _granularity_text(self) -> str:
@@ -217,6 +230,8 @@ class TensorFormat:
             parts.append("static")
         if self.scale_dtype != "fp32":
             parts.append(f"scale={self.scale_dtype}")
+        if self.outliers:
+            parts.append(f"outliers={self.outliers}")
         return ":".join(parts)
 
     @classmethod
@@ -225,7 +240,7 @@ class TensorFormat:
         code, *options = text.strip().split(":")
         granularity: Granularity = "token"
         group = 0
-        symmetric, static, scale_dtype = True, False, "fp32"
+        symmetric, static, scale_dtype, outliers = True, False, "fp32", 0
         seen: set[str] = set()
         for option in options:
             kind = "granularity"
@@ -240,15 +255,17 @@ class TensorFormat:
             elif option.startswith("scale="):
                 kind = "scale"
                 scale_dtype = _DTYPE_ALIASES.get(option[6:], option[6:])
+            elif re.fullmatch(r"outliers=[1-9]\d*", option):
+                kind, outliers = "outliers", int(option[9:])
             else:
                 raise FormatError(
                     f"unknown option {option!r} in format {text!r}; allowed after the code: token, gN, cN, tensor, "
-                    "head, channel, asym, static, scale=fp32|bf16|fp16"
+                    "head, channel, asym, static, scale=fp32|bf16|fp16, outliers=N"
                 )
             if kind in seen:
                 raise FormatError(f"format {text!r} gives its {kind} twice")
             seen.add(kind)
-        return cls(code, granularity, group, symmetric, static, scale_dtype)
+        return cls(code, granularity, group, symmetric, static, scale_dtype, outliers)
 
 
 #: Names for formats of the literature. KIVI: Liu et al., "KIVI: a tuning-free asymmetric 2bit quantization for KV
@@ -275,10 +292,16 @@ class CacheFormat:
     rotate: int | None = None
 
     def __post_init__(self) -> None:
-        if self.rope is not None and (self.key != self.value or self.rope.static):
-            raise FormatError("a latent format has one latent part for K and V, and a rope part without static scales")
+        if self.rope is not None and (self.key != self.value or self.rope.calibrated):
+            raise FormatError(
+                "a latent format has one latent part for K and V, and a rope part without static scales or outliers"
+            )
         if self.rotate is not None and not (self.key.quantized and 0 <= self.rotate < 2**32):
             raise FormatError(f"rotate={self.rotate} needs a quantized K and a seed in 0 .. 2**32 - 1")
+        if self.rotate is not None and self.key.outliers:
+            raise FormatError(
+                f"rotate spreads K's outliers over all channels, and {self.key} keeps single channels apart; choose one"
+            )
         for name in ("sink", "recent"):
             count = getattr(self, name)
             if not isinstance(count, int) or isinstance(count, bool) or count < 0:
@@ -286,7 +309,7 @@ class CacheFormat:
         if self.near is not None:
             if not self.tiered:
                 raise FormatError(f"a near format ({self.near}) needs sink= or recent= tokens to keep in it")
-            if self.near.static or self.near.sealed_only:
+            if self.near.calibrated or self.near.sealed_only:
                 raise FormatError(
                     f"recent tokens are kept in a float or a per-token format such as bf16 or fp8_e4m3, not {self.near}"
                 )
@@ -354,6 +377,11 @@ class CacheFormat:
         return self.key.static or self.value.static
 
     @property
+    def calibrated(self) -> bool:
+        """True where K or V needs scales or outlier channels given at open."""
+        return self.key.calibrated or self.value.calibrated
+
+    @property
     def tiered(self) -> bool:
         """True where some tokens are kept in a near tier: sink, recent, or the open page of a cN format."""
         sealed_only = any(side.sealed_only for side in (self.key, self.value, self.rope) if side is not None)
@@ -398,6 +426,7 @@ def _record(fmt: TensorFormat) -> dict[str, object]:
         "symmetric": fmt.symmetric,
         "static": fmt.static,
         "scale_dtype": fmt.scale_dtype,
+        "outliers": fmt.outliers,
     }
 
 

@@ -5,7 +5,8 @@ for. Opening a cache of another format with it is refused: the same numbers woul
 
 The file is safetensors. Tensors ``<layer>.key.scale``, ``<layer>.key.zero``, ``<layer>.value.scale`` and
 ``<layer>.value.zero``, float32, of shape ``()`` for granularity tensor, ``(kv_heads,)`` for head and
-``(kv_heads, dim)`` for channel; the metadata has the version, the format by layer, provenance, and a sha256 over all
+``(kv_heads, dim)`` for channel; ``<layer>.key.channels`` and ``<layer>.value.channels``, int64 ``(kv_heads, c)``, for
+formats with outlier channels; the metadata has the version, the format by layer, provenance, and a sha256 over all
 of it. Loading refuses, and never repairs, a file that is damaged or incomplete.
 """
 
@@ -104,6 +105,11 @@ class Recipe(ScaleSource):
                     self._check_side(layer, side, made, fmt)
 
     def _check_side(self, layer: int, side: str, made: TensorFormat, fmt: TensorFormat) -> None:
+        if made.outliers != fmt.outliers:
+            raise ScaleError(
+                f"layer {layer} {side}: the recipe was made for {made}, the cache has {fmt}: outlier channels differ; "
+                "calibrate for this one"
+            )
         if not (made.static or fmt.static):
             return
         traits = ("code", "granularity", "symmetric", "static")
@@ -153,7 +159,13 @@ class Recipe(ScaleSource):
                 for part in _PARTS:
                     if given is not None and getattr(given, part) is not None:
                         tensor = torch.as_tensor(getattr(given, part), dtype=torch.float32)
-                        found[f"{layer}.{side}.{part}"] = tensor.detach().cpu().contiguous()
+                        # A copy: safetensors refuses a tensor that several layers share.
+                        found[f"{layer}.{side}.{part}"] = tensor.detach().cpu().clone().contiguous()
+                channels = getattr(scales, f"{side}_channels")
+                if channels is not None:
+                    found[f"{layer}.{side}.channels"] = (
+                        torch.as_tensor(channels).detach().to("cpu", torch.int64, copy=True)
+                    )
         return found
 
 
@@ -175,13 +187,22 @@ def load_recipe(path: str | os.PathLike[str]) -> Recipe:
     try:
         formats = {int(layer): str(fmt) for layer, fmt in json.loads(metadata["formats"]).items()}
         layers: dict[int, dict[str, dict[str, Tensor]]] = {layer: {} for layer in formats}
+        channels: dict[int, dict[str, Tensor]] = {layer: {} for layer in formats}
         for name, tensor in tensors.items():
             layer, side, part = name.split(".")
-            if side not in _SIDES or part not in _PARTS:
+            if side not in _SIDES or part not in (*_PARTS, "channels"):
                 raise ValueError(f"unknown tensor {name}")
-            layers[int(layer)].setdefault(side, {})[part] = tensor
+            if part == "channels":
+                channels[int(layer)][side] = tensor
+            else:
+                layers[int(layer)].setdefault(side, {})[part] = tensor
         scales = {
-            layer: LayerScales(**{side: SideScales(**parts) for side, parts in sides.items()})
+            layer: LayerScales(
+                key=SideScales(**sides["key"]) if "key" in sides else None,
+                value=SideScales(**sides["value"]) if "value" in sides else None,
+                key_channels=channels[layer].get("key"),
+                value_channels=channels[layer].get("value"),
+            )
             for layer, sides in sorted(layers.items())
         }
         provenance = {str(key): str(value) for key, value in json.loads(metadata["provenance"]).items()}

@@ -37,10 +37,17 @@ class SideScales:
 
 @dataclass(frozen=True)
 class LayerScales:
-    """Scales of one layer; a side whose format is not static is None. A latent layer's ``key`` is its latent part."""
+    """What is chosen beforehand for one layer. A latent layer's ``key`` is its latent part.
+
+    ``key`` and ``value``: scales; None for a side whose format is not static. ``key_channels`` and
+    ``value_channels``: the outlier channels of each KV head, integers ``(kv_heads, c)`` in any order; None for a side
+    whose format has none (see :mod:`kvport.outliers`). Lists are taken too.
+    """
 
     key: SideScales | None = None
     value: SideScales | None = None
+    key_channels: Tensor | None = None
+    value_channels: Tensor | None = None
 
 
 class ScaleSource(Mapping[int, LayerScales], ABC):
@@ -56,7 +63,7 @@ def resolve_scales(layout: CacheLayout, given: Mapping[int, LayerScales] | None)
 
     Returns, for each group, one :class:`LayerScales` per layer of the group. Raises :class:`ScaleError` naming the
     layer and the side where a static format has none, a dynamic one has some, a shape differs, or a value is not a
-    positive finite number that its dtype can hold.
+    positive finite number that its dtype can hold; likewise for outlier channels, which are sorted.
     """
     if given is not None and not isinstance(given, Mapping):
         raise ScaleError(f"scales are a mapping {{layer: LayerScales}}, got {type(given).__name__}")
@@ -84,19 +91,20 @@ def warn_unit_scales(resolved: list[tuple[LayerScales, ...]]) -> None:
 
 
 def scales_digest(resolved: list[tuple[LayerScales, ...]]) -> str:
-    """sha256 over every static scale and zero, in order; "" where there is none."""
+    """sha256 over every static scale, zero and outlier channel, in order; "" where there is none."""
     digest, found = hashlib.sha256(), False
     for group_index, group in enumerate(resolved):
         for layer_index, layer in enumerate(group):
+            parts = {"key.channels": layer.key_channels, "value.channels": layer.value_channels}
             for name, side in (("key", layer.key), ("value", layer.value)):
-                if side is None:
-                    continue
-                found = True
-                for part, tensor in (("scale", side.scale), ("zero", side.zero)):
-                    if tensor is not None:
-                        where = f"{group_index}/{layer_index}/{name}.{part}/{tensor.dtype}{tuple(tensor.shape)}"
-                        digest.update(where.encode())
-                        digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+                if side is not None:
+                    parts |= {f"{name}.scale": side.scale, f"{name}.zero": side.zero}
+            for part, tensor in sorted(parts.items()):
+                if tensor is not None:
+                    found = True
+                    where = f"{group_index}/{layer_index}/{part}/{tensor.dtype}{tuple(tensor.shape)}"
+                    digest.update(where.encode())
+                    digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest() if found else ""
 
 
@@ -105,12 +113,46 @@ def _resolve_layer(group: Group, layer: int, given: LayerScales) -> LayerScales:
         raise ScaleError(f"scales of layer {layer} must be a LayerScales, got {type(given).__name__}")
     layout = group.layout
     first, second = layout.sides
-    key = _resolve_side(f"layer {layer} K", first.format, layout.kv_heads, first.dim, given.key)
+    heads, k, v = layout.kv_heads, f"layer {layer} K", f"layer {layer} V"
+    key = _resolve_side(k, first.format, heads, first.dim, given.key)
+    key_channels = _resolve_channels(k, first.format, heads, first.dim, given.key_channels)
     if layout.latent:
-        if given.value is not None:
-            raise ScaleError(f"layer {layer} V: a latent layer's V is its K's latent part; give scales for key alone")
-        return LayerScales(key)
-    return LayerScales(key, _resolve_side(f"layer {layer} V", second.format, layout.kv_heads, second.dim, given.value))
+        if given.value is not None or given.value_channels is not None:
+            raise ScaleError(f"{v}: a latent layer's V is its K's latent part; give scales for key alone")
+        return LayerScales(key, key_channels=key_channels)
+    return LayerScales(
+        key,
+        _resolve_side(v, second.format, heads, second.dim, given.value),
+        key_channels,
+        _resolve_channels(v, second.format, heads, second.dim, given.value_channels),
+    )
+
+
+def _resolve_channels(where: str, fmt: TensorFormat, heads: int, dim: int, given: object) -> Tensor | None:
+    if not fmt.outliers:
+        if given is not None:
+            raise ScaleError(f"{where}: outlier channels given, but its format {fmt} has none; add outliers=N")
+        return None
+    if given is None:
+        raise ScaleError(
+            f"{where}: format {fmt} keeps {fmt.outliers} outlier channels per head and none were chosen; calibrate or "
+            "give them in scales="
+        )
+    try:
+        channels = torch.as_tensor(given).detach().cpu()
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ScaleError(f"{where}: cannot read the outlier channels as numbers: {error}") from error
+    if channels.dtype.is_floating_point or channels.dtype.is_complex or channels.dtype == torch.bool:
+        raise ScaleError(f"{where}: outlier channels are integers, not {channels.dtype}")
+    if tuple(channels.shape) != (heads, fmt.outliers):
+        raise ScaleError(
+            f"{where}: outlier channels have shape {tuple(channels.shape)}, format {fmt} needs {(heads, fmt.outliers)}"
+        )
+    channels = channels.to(torch.int64).sort(-1).values
+    for head, row in enumerate(channels.tolist()):
+        if len(set(row)) < len(row) or row[0] < 0 or row[-1] >= dim:
+            raise ScaleError(f"{where}: outlier channels {row} of head {head} must differ and be in 0 .. {dim - 1}")
+    return channels
 
 
 def _resolve_side(where: str, fmt: TensorFormat, heads: int, dim: int, given: SideScales | None) -> SideScales | None:

@@ -38,7 +38,7 @@ _RULES: Final = {rule.name: rule for rule in ATTENTION}
 
 def mode_of(fmt: TensorFormat) -> int | None:
     """Antiquant mode that reads this format; None for float pages and for formats that no mode reads."""
-    if fmt.code != "int8":
+    if fmt.code != "int8" or fmt.outliers:
         return None
     if fmt.static:
         return _STATIC_MODES.get(fmt.granularity)
@@ -92,6 +92,8 @@ def _format_refusals(layout: GroupLayout, by_value: bool) -> list[str]:
 
 
 def _nearest(fmt: TensorFormat) -> str:
+    if fmt.outliers:
+        return f"no operator keeps outlier channels apart; int8 without outliers={fmt.outliers} is the nearest"
     if fmt.code != "int8":
         return f"only int8 codes are read from pages; int8 is the nearest ({_quote('int4_not_paged')})"
     if fmt.granularity != "token":

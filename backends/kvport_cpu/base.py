@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,21 @@ from kvport.layout import GroupLayout
 from kvport.scales import LayerScales, SideScales
 
 POISON = "poison"  # the name of the flag buffer beside the planes
+
+
+class StoredSide(NamedTuple):
+    """One stored part and what was chosen for it beforehand, on the device."""
+
+    name: str
+    format: TensorFormat
+    static: SideScales | None
+    channels: Tensor | None
+
+    def encode(self, rows: Tensor) -> codec.Encoded:
+        return codec.encode(self.format, rows, self.static, self.channels)
+
+    def decode(self, planes: Mapping[str, Tensor]) -> Tensor:
+        return codec.decode(self.format, planes, self.static, channels=self.channels)
 
 
 class TorchStore(Store):
@@ -39,10 +54,14 @@ class TorchStore(Store):
         super().__init__(layout, pages)
         self.planes, self.scales, self.poison = planes, scales, poison
 
-    def sides(self, layer: int) -> tuple[tuple[str, TensorFormat, SideScales | None], ...]:
-        """(name, format, static scales) of what is stored: K and V, or the latent and rope parts."""
-        static = (self.scales[layer].key, self.scales[layer].value)
-        return tuple((s.name, s.format, scales) for s, scales in zip(self.layout.sides, static, strict=True))
+    def sides(self, layer: int) -> tuple[StoredSide, StoredSide]:
+        """What is stored: K and V, or the latent and rope parts."""
+        first, second = self.layout.sides
+        chosen = self.scales[layer]
+        return (
+            StoredSide(first.name, first.format, chosen.key, chosen.key_channels),
+            StoredSide(second.name, second.format, chosen.value, chosen.value_channels),
+        )
 
     def of_side(self, layer: int, side: str) -> dict[str, Tensor]:
         """Planes of one side of one layer by short name ("codes", "scale", "zero"), each ``(pages, P, ...)``."""
@@ -96,7 +115,7 @@ class TorchBackend(Backend):
     def append(self, store: Store, layer: int, key: Tensor, value: Tensor | None, slots: Tensor) -> None:
         assert isinstance(store, TorchStore)
         page_size = store.layout.page_size
-        if sealed := [str(fmt) for _, fmt, _ in store.sides(layer) if fmt.sealed_only]:
+        if sealed := [str(side.format) for side in store.sides(layer) if side.format.sealed_only]:
             raise Unsupported(
                 f"{', '.join(sealed)} pages are encoded whole: seal them from another store, do not append"
             )
@@ -104,9 +123,9 @@ class TorchBackend(Backend):
         slots = slots.clamp(min=0)
         pages, offsets = slots // page_size, slots % page_size
         poisoned: Tensor | None = None
-        for (side, fmt, static), rows in zip(store.sides(layer), _rows(store.layout, key, value), strict=True):
-            encoded = codec.encode(fmt, rows, static)
-            for name, plane in store.of_side(layer, side).items():
+        for side, rows in zip(store.sides(layer), _rows(store.layout, key, value), strict=True):
+            encoded = side.encode(rows)
+            for name, plane in store.of_side(layer, side.name).items():
                 plane[pages, offsets] = encoded.planes[name]  # not through a view: storage may be strided
             if encoded.poisoned is not None:
                 poisoned = encoded.poisoned if poisoned is None else poisoned | encoded.poisoned
@@ -127,9 +146,9 @@ class TorchBackend(Backend):
         )
         poisoned = torch.zeros(new.shape, dtype=torch.bool, device=self.torch_device)
         stored = _rows(target.layout, *self._read(source, layer, old))
-        for (side, fmt, static), rows in zip(target.sides(layer), stored, strict=True):
-            encoded = codec.encode(fmt, rows, static)
-            for name, plane in target.of_side(layer, side).items():
+        for side, rows in zip(target.sides(layer), stored, strict=True):
+            encoded = side.encode(rows)
+            for name, plane in target.of_side(layer, side.name).items():
                 plane[new] = encoded.planes[name]
             if encoded.poisoned is not None:
                 poisoned |= encoded.poisoned.any(-1)
@@ -224,9 +243,9 @@ class TorchBackend(Backend):
     def _read(self, store: TorchStore, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
         """Decode pages ``(n,)`` to float32 K ``(n, P, kv_heads, D)`` and V."""
         found = []
-        for side, fmt, static in store.sides(layer):
-            planes = {name: plane.index_select(0, pages) for name, plane in store.of_side(layer, side).items()}
-            found.append(codec.decode(fmt, planes, static))
+        for side in store.sides(layer):
+            planes = {name: plane.index_select(0, pages) for name, plane in store.of_side(layer, side.name).items()}
+            found.append(side.decode(planes))
         if store.layout.latent:
             return torch.cat(found, -1), found[0]
         return found[0], found[1]
@@ -265,4 +284,5 @@ def _to_device(scales: LayerScales, device: torch.device) -> LayerScales:
             return None
         return SideScales(side.scale.to(device), None if side.zero is None else side.zero.to(device))
 
-    return LayerScales(move(scales.key), move(scales.value))
+    channels = [None if c is None else c.to(device) for c in (scales.key_channels, scales.value_channels)]
+    return LayerScales(move(scales.key), move(scales.value), *channels)

@@ -411,6 +411,8 @@ def _unmet(layout: GroupLayout) -> list[str]:
             found.append(f"{name} granularity of {fmt}: supported are token, gN, and static tensor, head and channel")
         elif fmt.granularity == "group" and fmt.group % (8 // min(fmt.bits, 8)):
             found.append(f"{name} groups of {fmt.group} channels: {fmt.code} needs a multiple of {8 // fmt.bits}")
+        if fmt.outliers:
+            found.append(f"{name} outliers={fmt.outliers}: outlier channels are not supported, the rest of {fmt} is")
     return found
 
 
