@@ -248,7 +248,8 @@ def _check_image(cache: PagedCache, image: PageImage) -> list[list[int]]:
                 f"image lacks {passed} leading pages of layers {list(members.layers)}; at most {most} may be"
             )
         for layer in members.layers:  # before anything is built in proportion to what the image only claims
-            stored = sum(len(t) for n, t in image.layers[layer].items() if n.endswith("key.codes") and t.ndim)
+            codes = f"{members.layout.sides[0].name}.codes"  # "key", or "latent" of a latent layer
+            stored = sum(len(t) for n, t in image.layers[layer].items() if n.endswith(codes) and t.ndim)
             if stored != (claimed := -(-image.length // size) - passed):
                 raise ImageError(f"layer {layer} of the image has {stored} pages, {image.length} tokens need {claimed}")
         if sealed % size or not 0 <= sealed <= (image.length if tiers.tiered else 0) or image.pin < 0:
