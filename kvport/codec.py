@@ -277,13 +277,29 @@ def pack(fmt: TensorFormat, codes: Tensor) -> Tensor:
 
 
 def unpack(fmt: TensorFormat, stored: Tensor) -> Tensor:
-    """Stored plane ``(..., packed_dim)`` to float32 codes ``(..., dim)``, freshly allocated."""
+    """Stored plane ``(..., heads, packed_dim)`` to float32 codes ``(..., heads, dim)``, freshly allocated.
+
+    In memory the heads come first: attention reads one head's rows after another, and is faster by more than the
+    reordering costs here.
+    """
+    stored = stored.movedim(-2, 0)
     if fmt.kind == "fp8":
-        return stored.view(codec_floats.FP8[fmt.code]).to(torch.float32)
+        stored = stored.view(codec_floats.FP8[fmt.code])
     if fmt.bits == 8:
-        return stored.to(torch.float32)
-    table = _unpack_table(fmt, stored.device)
-    return table[stored.reshape(-1).int()].reshape(*stored.shape[:-1], stored.shape[-1] * table.shape[-1])
+        codes = stored.to(torch.float32, memory_format=torch.contiguous_format, copy=True)
+    else:
+        table = _unpack_table(fmt, stored.device)
+        codes = _look_up(table, stored.reshape(-1)).view(*stored.shape[:-1], stored.shape[-1] * table.shape[-1])
+    return codes.movedim(0, -2)
+
+
+def _look_up(table: Tensor, stored: Tensor) -> Tensor:
+    """Rows of ``table`` ``(256, 2 or 4)`` float32 for bytes ``(n,)``."""
+    if table.device.type == "cpu":
+        # A row as one wide number: index_select then moves single elements, which is ten times faster than rows.
+        wide = table.view(torch.float64 if table.shape[-1] == 2 else torch.complex128).squeeze(-1)
+        return wide.index_select(0, stored.int()).view(torch.float32)
+    return table[stored.int()]
 
 
 _tables: dict[tuple[str, bool, str], Tensor] = {}
