@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -282,3 +283,46 @@ def test_latent_layers_and_latent_formats_belong_together(format: str, latent: b
     spec = LayerSpec(kv_heads=1, query_heads=2, key_dim=48, value_dim=32, latent=latent)
     with pytest.raises(LayoutError, match="latent=CODE,rope=CODE"):
         CacheLayout((spec,), CacheFormat.parse(format), 16, torch.float32)
+
+
+# --- the page that documents them -----------------------------------------------------------------------------------
+
+DOCS = Path(__file__).parents[2] / "docs" / "formats.md"
+
+
+def table(heading: str) -> list[list[str]]:
+    """The cells of the rows of the first table whose head begins with ``heading``."""
+    lines = iter(DOCS.read_text(encoding="utf-8").splitlines())
+    next(line for line in lines if line.startswith(f"| {heading}"))
+    rows = itertools.takewhile(lambda line: line.startswith("|"), itertools.islice(lines, 1, None))
+    return [[cell.strip().strip("`") for cell in row.strip("|").split("|")] for row in rows]
+
+
+def test_the_table_of_strings_is_right() -> None:
+    rows = table("you write")
+    assert len(rows) > 15
+    for written, canonical, _ in rows:
+        assert str(CacheFormat.parse(written)) == canonical
+
+
+def test_the_table_of_bytes_is_right() -> None:
+    rows = table("format")
+    assert len(rows) > 5
+    for format, codes, metadata, total in rows:
+        layout = CacheLayout.uniform(
+            layers=1, kv_heads=1, head_dim=128, format=format, page_size=32, dtype=torch.bfloat16
+        )
+        found = {True: 0, False: 0}
+        for plane in layout.groups[0].layout.planes:
+            found[plane.name.endswith(".codes")] += plane.nbytes
+        assert (found[True], found[False]) == (int(codes) * 32, int(metadata) * 32), format
+        assert int(total) == int(codes) + int(metadata)
+
+
+def test_the_table_of_tiers_is_the_one_that_is_tested() -> None:
+    from test_tier_rule import BY_HAND
+
+    rows = table("length")
+    assert len(rows) > 4
+    for length, tiers in rows:
+        assert BY_HAND[int(length)] == tiers
