@@ -29,6 +29,7 @@ class Command:
 
 COMMANDS: Final = (
     Command("backends", "kvport.commands.backends", "list the installed backends: usable or why not, what they do"),
+    Command("demo", "kvport.commands.demo", "what each cache format does to a real model, measured on this machine"),
     Command("plan", "kvport.commands.plan", "how much memory a model's KV cache takes, and what fits, by format"),
     Command("calibrate", "kvport.commands.calibrate", "static scales from a model and a text, or from a checkpoint"),
     Command("inspect", "kvport.commands.inspect", "look into a page image or a recipe, or a format's error by layer"),

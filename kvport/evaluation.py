@@ -126,7 +126,13 @@ class _Score:
 
 
 def decode_speed(
-    model: Any, caches: Mapping[str, Any], token: Tensor, rounds: int, warm_up: int = 2
+    model: Any,
+    caches: Mapping[str, Any],
+    token: Tensor,
+    rounds: int,
+    *,
+    warm_up: int = 2,
+    progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> dict[str, float]:
     """Median seconds of one decode step by cache: one token ``(1, 1)`` each in turn, the order rotating every round.
 
@@ -142,6 +148,7 @@ def decode_speed(
                 model(token, use_cache=True, **{argument: caches[name]})
                 if turn >= warm_up:
                     taken[name].append(time.perf_counter() - began)
+            progress(turn + 1, warm_up + rounds)
     return {name: torch.tensor(times).median().item() for name, times in taken.items()}
 
 
