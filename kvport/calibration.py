@@ -17,6 +17,9 @@ in an asymmetric format) has no range to divide: it takes the largest scale of i
 exactly, and is mentioned in the recipe's notes. A head or layer that is zero throughout is refused by name: it is the
 mark of a dummy run.
 
+Outlier channels (``outliers=c``) are those of the largest magnitude seen in each head. A scale that others share with
+them is made from the others alone.
+
 :func:`calibrate_model` does all this for a transformers model and a text.
 """
 
@@ -37,6 +40,7 @@ from kvport.codec_floats import NVFP4_RANGE
 from kvport.errors import InvalidArgument, ScaleError, Unsupported
 from kvport.formats import CODES, CacheFormat, TensorFormat
 from kvport.layout import CacheLayout, GroupLayout, LayerSpec
+from kvport.outliers import choose_channels, mask_channels
 from kvport.recipes import Recipe
 from kvport.rotation import rotate
 from kvport.scales import LayerScales, SideScales, resolve_scales
@@ -77,9 +81,9 @@ class Method:
 class Calibrator:
     """Collects ranges and makes scales.
 
-    ``layout``: the cache to calibrate for: its layers, heads, dims and format; sides that are not static are passed
-    over. ``amax`` keeps two numbers per channel; the other methods keep every value they were given, as much memory as
-    an unquantized cache of the same tokens in float32.
+    ``layout``: the cache to calibrate for: its layers, heads, dims and format; sides that need neither static scales
+    nor outlier channels are passed over. ``amax`` keeps two numbers per channel; the other methods keep every value
+    they were given, as much memory as an unquantized cache of the same tokens in float32.
     """
 
     def __init__(self, layout: CacheLayout, method: str = "amax") -> None:
@@ -94,7 +98,7 @@ class Calibrator:
                 if not group.layout.latent:
                     formats["V"] = group.layout.format.value
                 for side, fmt in formats.items():
-                    if fmt.static:
+                    if fmt.calibrated:
                         dim = group.layout.key_dim if side == "K" else group.layout.value_dim
                         dim = group.layout.value_dim if group.layout.latent else dim
                         self._sides[layer, side] = _Side(
@@ -102,7 +106,8 @@ class Calibrator:
                         )
         if not self._sides:
             raise InvalidArgument(
-                f"format {layout.format} has no static scales to calibrate; write e.g. int8:channel:static"
+                f"format {layout.format} has no static scales or outlier channels to calibrate; write e.g. "
+                "int8:channel:static or int4:g64:outliers=4"
             )
 
     def observe(self, layer: int, key: Tensor, value: Tensor | None = None, valid: Tensor | None = None) -> None:
@@ -148,9 +153,10 @@ class Calibrator:
         layers: dict[int, LayerScales] = {}
         for layer in self._groups:
             found = {side: self._sides.get((layer, side)) for side in ("K", "V")}
-            key, value = (None if s is None else s.scales(self.method, notes) for s in found.values())
-            if key is not None or value is not None:
-                layers[layer] = LayerScales(key, value)
+            key, value = (s.scales(self.method, notes) if s and s.format.static else None for s in found.values())
+            channels = [s.channels() if s else None for s in found.values()]
+            if any(found.values()):
+                layers[layer] = LayerScales(key, value, *channels)
         formats = {layer: _bare(self._groups[layer].format) for layer in layers}
         said = {"source": "calibrated", "method": str(self.method), "tokens": str(self.tokens)}
         recipe = Recipe(layers, formats, {**said, **(provenance or {})}, tuple(notes))
@@ -189,8 +195,18 @@ class _Side:
         if self.keep:
             self.samples.append(x)
 
+    def channels(self) -> Tensor | None:
+        """The outlier channels ``(heads, c)``, None for a format without."""
+        count = self.format.outliers
+        return choose_channels(torch.maximum(self.low.abs(), self.high.abs()), count) if count else None
+
     def scales(self, method: Method, notes: list[str]) -> SideScales:
-        low, high = self._reduce(self.low, torch.amin), self._reduce(self.high, torch.amax)
+        low, high = self.low, self.high
+        channels = self.channels()
+        if channels is not None and self.format.granularity != "channel":
+            mask = mask_channels(channels, self.dim)
+            low, high = low.masked_fill(mask, math.inf), high.masked_fill(mask, -math.inf)
+        low, high = self._reduce(low, torch.amin), self._reduce(high, torch.amax)
         if method.name == "percentile":
             low, high = self._percentile(method.percentile, low, high)
         first = self._from_range(low, high, notes)
@@ -203,9 +219,14 @@ class _Side:
 
     def _grouped(self, samples: Tensor) -> Tensor:
         """``(tokens, heads, dim)`` to the shape of the scale and one more axis: the values that share it."""
-        heads, dim = samples.shape[1:]
         if self.format.granularity == "channel":
             return samples.permute(1, 2, 0)
+        heads, dim = samples.shape[1:]
+        channels = self.channels()
+        if channels is not None:
+            kept = ~mask_channels(channels, dim)
+            dim -= channels.shape[1]
+            samples = samples[:, kept].view(-1, heads, dim)
         if self.format.granularity == "head":
             return samples.permute(1, 2, 0).reshape(heads, dim * samples.shape[0])
         return samples.reshape(-1)
@@ -291,7 +312,9 @@ class _Side:
         return SideScales(best_scale, best_zero)
 
     def _errors(self, samples: Tensor, scales: SideScales) -> Tensor:
-        decoded = codec.decode(self.format, codec.encode(self.format, samples, scales).planes, scales)
+        channels = self.channels()
+        planes = codec.encode(self.format, samples, scales, channels).planes
+        decoded = codec.decode(self.format, planes, scales, channels=channels)
         return self._grouped((decoded - samples).double().square()).sum(-1)
 
 

@@ -31,6 +31,7 @@ from kvport import (
     TensorFormat,
     codec,
 )
+from kvport.calibration import Calibrator
 from kvport.outliers import choose_channels
 from kvport.recipes import Recipe, load_recipe
 from kvport.tiers import canonical_bytes
@@ -445,3 +446,43 @@ def test_recipes_carry_them_and_know_what_they_were_made_for(tmp_path: Path) -> 
     moved[0, 0] += 1
     other = outlier_layers(2, key_channels=moved, value=SideScales(torch.tensor(0.04)))
     assert Recipe(other, dict.fromkeys(other, format), {"source": "test"}).digest() != recipe.digest()
+
+
+# --- calibration ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("method", ["amax", "percentile:99", "mse"])
+@pytest.mark.parametrize("name", ["int4:g16", "int8:tensor:static", "int8:head:asym:static", "int4:channel:static"])
+def test_calibration_finds_the_channels_and_leaves_them_out_of_shared_scales(name: str, method: str) -> None:
+    format = f"k={name}:outliers=3,v=fp32"
+    layout = CacheLayout.uniform(layers=2, kv_heads=HEADS, head_dim=DIM, format=format, page_size=4)
+    x = torch.from_numpy(rows())
+    others = x.clone()
+    for head in range(HEADS):
+        others[:, head, CHANNELS[head]] = others[:, head, CHANNELS[head]] / 1e3  # too small to reach a shared range
+    found = []
+    for given, kind in ((x, format), (others, format.replace(":outliers=3", ""))):
+        if "static" not in name and given is others:
+            continue
+        calibrator = Calibrator(dataclasses.replace(layout, format=CacheFormat.parse(kind)), method)
+        for layer in range(2):
+            calibrator.observe(layer, given * (layer + 1), given)
+        found.append(calibrator.recipe())
+    recipe = found[0]
+    for layer in range(2):
+        assert torch.equal(recipe[layer].key_channels, CHANNELS)  # type: ignore[arg-type]
+        assert recipe[layer].value_channels is None
+    if "tensor" in name and method == "amax":
+        [with_them, alone] = [float(r[1].key.scale) for r in found]  # type: ignore[union-attr]
+        assert with_them == alone == pytest.approx(others.abs().max() * 2 / 127)
+    cache = open_layout(layout, scales=recipe)
+    sequence = cache.sequence()
+    with cache.step({sequence: 8}) as step:
+        step.append(0, x[:8], x[:8])
+        step.append(1, x[:8] * 2, x[:8])
+    for layer in range(2):
+        key, _ = cache.gather(sequence, layer)
+        error = (key - x[:8] * (layer + 1)).abs() / (layer + 1)
+        for head in range(HEADS):
+            assert not error[:, head, CHANNELS[head]].any()
+        assert error.max() < {"int4:g16": 0.3, "int4:channel:static": 0.4}.get(name, 1.0)
