@@ -281,6 +281,8 @@ def plan(
     else:
         geometry = model if isinstance(model, ModelGeometry) else read_model_config(model)
         layout = geometry.layout(format or "int8", DEFAULT_PAGE_SIZE if page_size is None else page_size)
+    if pin and not any(group.layout.format.tiered for group in layout.groups):
+        raise InvalidArgument(f"format {layout.format} has no near tier to pin {pin} tokens in; add recent=N or sink=N")
     return _Planner(layout, chunk, pin, backend).plan(tokens, requests, memory)
 
 

@@ -9,6 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Final
 
+from kvport.formats import CacheFormat
 from kvport.layout import DEFAULT_PAGE_SIZE
 from kvport.model_config import ModelGeometry, read_model_config
 from kvport.planning import DEFAULT_CHUNK, Plan, plan
@@ -49,19 +50,21 @@ def run(args: argparse.Namespace) -> int:
         from kvport.registry import load_backend  # only then are plugins looked for
 
         backend = load_backend(args.backend)
+    formats = [CacheFormat.parse(text) for text in args.format or ["int8"]]
+    tiered = any(fmt.tiered for fmt in formats)
     plans = [
         plan(
             model,
-            format,
+            fmt,
             tokens=args.tokens,
             requests=args.requests,
             memory=args.memory,
             page_size=args.page_size,
             chunk=args.chunk,
-            pin=args.pin,
+            pin=args.pin if fmt.tiered or not tiered else 0,  # a baseline without tiers beside one that pins
             backend=backend,
         )
-        for format in args.format or ["int8"]
+        for fmt in formats
     ]
     if args.json:
         record = {

@@ -61,6 +61,14 @@ def test_devices(model: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "cannot be split over 5 devices" in capsys.readouterr().err
 
 
+def test_pins_beside_a_baseline(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    common = ["plan", "--model", model, "--tokens", "1000", "--pin", "100", "--json", "--format", "fp16"]
+    assert main([*common, "--format", "int8,recent=128"]) == 0
+    assert [p["pin"] for p in json.loads(capsys.readouterr().out)["plans"]] == [0, 100]
+    assert main(common) == 1
+    assert "format fp16 has no near tier to pin 100 tokens in" in capsys.readouterr().err
+
+
 def test_errors_name_the_field(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**CONFIG, "num_attention_heads": None}))
