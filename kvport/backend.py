@@ -196,7 +196,9 @@ class Backend(ABC):
         where given. ``sinks`` ``(query_heads,)`` float32 are learned sink logits: one extra column of the softmax
         with value 0. Returns output ``(T, query_heads, E)`` in the query's dtype and natural-log LSE
         ``(T, query_heads)`` float32. Rows that see nothing give zeros and -inf. With ``partial`` the output is
-        float32 and must be merged with others by its LSE; sinks are then not allowed.
+        float32 and must be merged with others by its LSE; sinks are then not allowed. Where the feature "lse" is not
+        declared, the LSE is NaN throughout and ``partial`` is never asked for: the cache refuses tiers and exact
+        fresh tokens there.
         """
 
     @abstractmethod

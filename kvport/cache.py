@@ -459,6 +459,11 @@ def _supported(backend: Backend, layout: CacheLayout, lane: Lane) -> Support:
             f"as {lane.layout.format}",
             support.reasons,
         )
+    if layout.groups[lane.group].layout.format.tiered and "lse" not in support.features:
+        raise Unsupported(
+            f"backend {backend.name} gives no LSE for {lane.layout.format}, by which the tiers of "
+            f"{layout.groups[lane.group].layout.format} are merged; use a format without sink and recent tokens"
+        )
     if lane.layout.window is not None and "window" not in support.features:
         raise Unsupported(f"backend {backend.name} does not honour a sliding window ({lane.layout.window} tokens)")
     return support

@@ -70,6 +70,9 @@ class Step:
         if fresh not in ("stored", "exact"):
             raise InvalidArgument(f"fresh must be 'stored' or 'exact', got {fresh!r}")
         self._cache = cache
+        if fresh == "exact":  # the history and the step's own tokens are merged by their LSE
+            for group in range(len(cache._tiers)):
+                self._check_features(group, lse=True)
         self.fresh = fresh
         self._exact: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, this step's K and V where fresh is "exact"
         self._sequences, self._counts, self._ids = _read_tokens(cache, tokens)

@@ -3,8 +3,9 @@
 Layout of a store, one tensor for all layers, so that a layer's slice is contiguous:
 
 =================  ===========================  ===============================================================
-codes              int8 (or the model's float)  ``(layers, pages, page_size, heads, dim)``; the attention operator
-                                                is given ``(pages, page_size, heads * dim)``, the BnBsH form
+codes              int8 (or the model's float)  ``(layers, pages, page_size, heads, dim)``, or where NZ pages were
+                                                asked for ``(layers, pages, heads, dim / 32, page_size, 32)``;
+                                                see :mod:`kvport_ascend.pages`
 scales per token   float32                      ``(layers, pages, heads, page_size)``, antiquant mode 5
 =================  ===========================  ===============================================================
 
@@ -35,16 +36,17 @@ import torch
 from kvport_cpu.base import POISON, TorchBackend, TorchStore
 from torch import Tensor
 
-from kvport import codec
 from kvport.backend import Plan, StepArrays, Store, Support
 from kvport.errors import BackendUnavailable, InvalidArgument, Unsupported
-from kvport.formats import TensorFormat
 from kvport.layout import GroupLayout
 from kvport.scales import LayerScales, SideScales
 from kvport_ascend.formats import BY_VALUE, max_pages, mode_of, refusals, static_operands
+from kvport_ascend.pages import FORMS, ND, PageForm, buffers, own_or_given, signed_codes, to_canonical, to_native
 from kvport_ascend.probing import probe
 from kvport_ascend.socs import SOCS, Soc
 
+#: How pages lie, on a device as well: nd (the default) or nz. Read when a backend is loaded.
+ENVIRONMENT_LAYOUT = "KVPORT_ASCEND_LAYOUT"
 #: Which chip's rules ``ascend@cpu`` follows (A2, A3, 950), and its arithmetic (planes, exact).
 ENVIRONMENT_SOC = "KVPORT_ASCEND_SOC"
 ENVIRONMENT_NUMERIC = "KVPORT_ASCEND_NUMERIC"
@@ -59,6 +61,9 @@ infinite; a power of two costs nothing and is undone in the softmax scale and th
 NUDGE = {torch.bfloat16: 2.0**-60, torch.float16: 2.0**-24}
 """What the first channel of an all-zero query row is set to. The decode kernel divides by the row's largest magnitude,
 and what it answers for 127 / 0 is not known. Scores move by at most 2^-24 * |k| * scale, below every bound."""
+
+
+PARTIALS = "float32 in type; the operator rounded them to the query's dtype once"
 
 
 class AscendStore(TorchStore):
@@ -115,20 +120,29 @@ class Routes:
 class AscendBackend(TorchBackend):
     """Pages for one NPU, or for the emulated operators on the CPU.
 
-    ``soc`` is the chip family whose rules hold, ``numeric`` the emulator's arithmetic, ``by_value`` whether static
-    formats are judged by their numbers (:mod:`kvport_ascend.formats`). Inherited from the torch base class: gather,
-    copy_pages and poisoned, which work on this store through :meth:`_read` and :meth:`buffers`.
+    ``soc`` is the chip family whose rules hold, ``numeric`` the emulator's arithmetic, ``form`` how pages lie,
+    ``by_value`` whether static formats are judged by their numbers (:mod:`kvport_ascend.formats`). Inherited from the
+    torch base class: gather, copy_pages and poisoned, which work on this store through :meth:`_read` and
+    :meth:`buffers`.
     """
 
     name: ClassVar[str] = "ascend"
 
     def __init__(
-        self, device: str, torch_device: torch.device, soc: Soc, facts: Mapping[str, str], numeric: str = "planes"
+        self,
+        device: str,
+        torch_device: torch.device,
+        soc: Soc,
+        facts: Mapping[str, str],
+        *,
+        numeric: str = "planes",
+        form: PageForm = ND,
     ) -> None:
         super().__init__(device, torch_device)
         self.execution = "emulated" if torch_device.type == "cpu" else "hardware"
         self.soc = soc
-        self._facts = dict(facts)
+        self.form = form
+        self._facts = {**facts, "page layout": form.name.upper(), "partials": PARTIALS}
         self._numeric = numeric
         self.by_value = os.environ.get(BY_VALUE) == "1"
         self._mask: Tensor | None = None
@@ -151,10 +165,9 @@ class AscendBackend(TorchBackend):
     # -- pages -----------------------------------------------------------------------------------------------------
 
     def support(self, layout: GroupLayout) -> Support:
+        features = {"prefill", "verify", "poison"} | ({"lse"} if self.form.lse else set())
         return Support(
-            refusals(layout, self.soc, self.by_value),
-            workspace="history",
-            features=frozenset({"lse", "prefill", "verify", "poison"}),
+            refusals(layout, self.soc, self.form, self.by_value), workspace="history", features=frozenset(features)
         )
 
     def allocate(
@@ -171,8 +184,8 @@ class AscendBackend(TorchBackend):
         if reasons:
             raise Unsupported(f"backend {self.name} cannot store {layout.format}", reasons)
         tensors = {
-            name: _own_or_given(storage, name, shape, dtype, self.torch_device)
-            for name, (shape, dtype) in _buffers(layout, pages).items()
+            name: own_or_given(storage, name, shape, dtype, self.torch_device)
+            for name, (shape, dtype) in buffers(layout, pages, self.form).items()
         }
         poison = tensors.pop(POISON, None)
         if poison is not None:
@@ -197,10 +210,10 @@ class AscendBackend(TorchBackend):
         for name, fmt, side in (("key", layout.format.key, layer.key), ("value", layout.format.value, layer.value)):
             if not fmt.quantized:
                 continue
-            found[f"{name}_antiquant_mode"] = mode_of(fmt)
+            found[f"{name}_antiquant_mode"] = mode_of(fmt, self.form)
             if side is not None:
                 where = f"layer {index} of the group, {name}"
-                scale, offset = static_operands(where, fmt, side, layout.dtype)
+                scale, offset = static_operands(where, layout, fmt, side, self.form)
                 found[f"{name}_antiquant_scale"] = scale.to(self.torch_device)
                 if offset is not None:
                     found[f"{name}_antiquant_offset"] = offset.to(self.torch_device)
@@ -219,20 +232,21 @@ class AscendBackend(TorchBackend):
         if slots.numel() == 0:
             return
         sides = store.sides(layer)
-        encoded = [codec.encode(fmt, rows, static) for (_, fmt, static), rows in zip(sides, (key, value), strict=True)]
-        codes = [_native_codes(fmt, e.planes["codes"]) for (_, fmt, _), e in zip(sides, encoded, strict=True)]
+        encoded = [side.encode(rows) for side, rows in zip(sides, (key, value), strict=True)]
+        codes = [signed_codes(side.format, e.planes["codes"]) for side, e in zip(sides, encoded, strict=True)]
         with self._operators():
             torch.ops.npu.npu_scatter_pa_kv_cache(
                 codes[0].contiguous(),
                 codes[1].contiguous(),
-                store.planes["key.codes"][layer],
-                store.planes["value.codes"][layer],
+                self.form.for_scatter(store.planes["key.codes"][layer]),
+                self.form.for_scatter(store.planes["value.codes"][layer]),
                 slots,
-                cache_mode="Norm",
+                cache_mode=self.form.cache_mode,
             )
-            for (side, _, _), e in zip(sides, encoded, strict=True):
+            for side, e in zip(sides, encoded, strict=True):
                 if "scale" in e.planes:
-                    self._scatter_scales(store.planes[f"{side}.scale"][layer], e.planes["scale"], slots, page_size)
+                    pages = store.planes[f"{side.name}.scale"][layer]
+                    self._scatter_scales(pages, e.planes["scale"], slots, page_size)
         if store.poison is not None:
             marks = [e.poisoned for e in encoded if e.poisoned is not None]
             _mark_poison(store.poison[layer], torch.stack(marks).any(0), slots, page_size)
@@ -259,24 +273,27 @@ class AscendBackend(TorchBackend):
     def export_pages(self, store: Store, layer: int, pages: Sequence[int]) -> dict[str, Tensor]:
         assert isinstance(store, AscendStore)
         index = torch.tensor(pages, device=self.torch_device, dtype=torch.int64)
-        return {name: _canonical(store, name, plane[layer][index]).cpu() for name, plane in store.planes.items()}
+        return {
+            name: to_canonical(store, self.form, name, plane[layer][index]).cpu()
+            for name, plane in store.planes.items()
+        }
 
     def import_pages(self, store: Store, layer: int, pages: Sequence[int], planes: Mapping[str, Tensor]) -> None:
         assert isinstance(store, AscendStore)
         index = torch.tensor(pages, device=self.torch_device, dtype=torch.int64)
         for name, plane in store.planes.items():
-            plane[layer][index] = _native(store, name, planes[name].to(self.torch_device))
+            plane[layer][index] = to_native(store, self.form, name, planes[name].to(self.torch_device))
         if store.poison is not None:
             store.poison[layer][index] = 0
 
     def _read(self, store: TorchStore, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
         found = []
-        for side, fmt, static in store.sides(layer):
+        for side in store.sides(layer):
             planes = {
-                name: _canonical(store, f"{side}.{name}", plane.index_select(0, pages))
-                for name, plane in store.of_side(layer, side).items()
+                name: to_canonical(store, self.form, f"{side.name}.{name}", plane.index_select(0, pages))
+                for name, plane in store.of_side(layer, side.name).items()
             }
-            found.append(codec.decode(fmt, planes, static))
+            found.append(side.decode(planes))
         return found[0], found[1]
 
     # -- attention -------------------------------------------------------------------------------------------------
@@ -339,7 +356,10 @@ class AscendBackend(TorchBackend):
         sinks: Tensor | None = None,
         partial: bool = False,
     ) -> tuple[Tensor, Tensor]:
-        """As the interface says. The operator answers in the query's dtype, also where ``partial`` asks for float32."""
+        """As the interface says. A partial's float32 was rounded to the query's dtype by the operator before.
+
+        Over NZ pages the operator gives no LSE: it is NaN in every row, and partials are refused.
+        """
         assert isinstance(store, AscendStore)
         layout, routes = store.layout, plan.private
         if softcap is not None or sinks is not None:
@@ -349,6 +369,8 @@ class AscendBackend(TorchBackend):
                 f"backend {self.name}: queries are {query.dtype}, the layout's dtype is {layout.dtype}; they must be "
                 "equal, because the operator ties the scales' dtype to the query's (rules key_scale_dtype, query_dtype)"
             )
+        if partial and not self.form.lse:
+            raise Unsupported(f"backend {self.name}: no partials over NZ pages, whose attention gives no LSE")
         shape = (query.shape[0], layout.query_heads)
         out_dtype = torch.float32 if partial else query.dtype
         out = query.new_empty((*shape, layout.value_dim), dtype=out_dtype)
@@ -364,6 +386,8 @@ class AscendBackend(TorchBackend):
             for batch in self._dense_batches(layout, routes.dense):
                 for where, out_rows, lse_rows in self._dense(store, layer, query, batch, scale):
                     out[where], lse[where] = out_rows.to(out_dtype), lse_rows
+        if not self.form.lse:
+            lse.fill_(math.nan)
         return out, lse
 
     def _decode(
@@ -379,8 +403,8 @@ class AscendBackend(TorchBackend):
                 operands["value_antiquant_scale"] = store.planes["value.scale"][layer]
         out, lse = torch.ops.npu.npu_fused_infer_attention_score(
             query.unsqueeze(2).contiguous(),
-            store.planes["key.codes"][layer].flatten(2),
-            store.planes["value.codes"][layer].flatten(2),
+            self.form.for_attention(store.planes["key.codes"][layer]),
+            self.form.for_attention(store.planes["value.codes"][layer]),
             input_layout="BNSD",
             num_heads=layout.query_heads,
             num_key_value_heads=layout.kv_heads,
@@ -388,11 +412,13 @@ class AscendBackend(TorchBackend):
             block_table=route.table,
             block_size=layout.page_size,
             actual_seq_lengths_kv=route.lengths,
-            inner_precise=0,
-            softmax_lse_flag=True,
+            inner_precise=self.form.inner_precise,
+            softmax_lse_flag=self.form.lse,
             **operands,
         )
-        return out.squeeze(2), lse.reshape(lse.shape[:2])
+        # What the operator gives for an LSE that was not asked for is not to be looked at.
+        rows = lse.reshape(lse.shape[:2]) if self.form.lse else query.new_full((), math.nan, dtype=torch.float32)
+        return out.squeeze(2), rows
 
     def _dense_batches(self, layout: GroupLayout, routes: list[DenseRoute]) -> Iterator[list[DenseRoute]]:
         """Causal sequences packed into one TND call where the chip takes the head dim; else one sequence at a time."""
@@ -479,62 +505,6 @@ class AscendBackend(TorchBackend):
         return self._mask
 
 
-# ------------------------------------------------------------------------------------------------- pages, both ways
-
-
-def _buffers(layout: GroupLayout, pages: int) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """Name -> shape and dtype of every tensor of a store."""
-    found: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-    for plane in layout.planes:
-        shape, dtype = plane.shape, plane.dtype
-        if plane.name.endswith(".scale"):
-            shape = shape[::-1]  # (page_size, heads) -> (heads, page_size)
-        elif dtype == torch.uint8:
-            dtype = torch.int8
-        found[plane.name] = ((layout.layers, pages, *shape), dtype)
-    if any(side.format.hides_nan for side in layout.sides):
-        found[POISON] = ((layout.layers, pages), torch.uint8)
-    return found
-
-
-def _own_or_given(
-    storage: Mapping[str, Tensor] | None, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device
-) -> Tensor:
-    if storage is None:
-        return torch.empty(shape, dtype=dtype, device=device)
-    tensor = storage.get(name)
-    if tensor is None:
-        raise InvalidArgument(f"storage lacks {name!r}; it needs {shape} of {dtype}")
-    fits = tuple(tensor.shape) == shape and tensor.dtype == dtype and tensor.device.type == device.type
-    if not fits or not tensor.is_contiguous():
-        raise InvalidArgument(
-            f"storage {name!r} is {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}, contiguous: "
-            f"{tensor.is_contiguous()}; needs contiguous {shape} {dtype} on {device}"
-        )
-    return tensor
-
-
-def _native_codes(fmt: TensorFormat, codes: Tensor) -> Tensor:
-    """Canonical codes to what the operators read: unsigned u becomes signed u - 128, the byte with bit 7 turned."""
-    return (codes ^ 0x80).view(torch.int8) if fmt.quantized and not fmt.symmetric else codes
-
-
-def _canonical(store: TorchStore, name: str, pages: Tensor) -> Tensor:
-    """Pages ``(n, ...)`` of one buffer in the canonical plane order."""
-    if name.endswith(".scale"):
-        return pages.transpose(1, 2)
-    fmt = store.layout.format.key if name.startswith("key.") else store.layout.format.value
-    return pages.view(torch.uint8) ^ 0x80 if fmt.quantized and not fmt.symmetric else pages
-
-
-def _native(store: TorchStore, name: str, pages: Tensor) -> Tensor:
-    """The inverse of :func:`_canonical`."""
-    if name.endswith(".scale"):
-        return pages.transpose(1, 2)
-    fmt = store.layout.format.key if name.startswith("key.") else store.layout.format.value
-    return _native_codes(fmt, pages)
-
-
 # ----------------------------------------------------------------------------------------------------------- append
 
 
@@ -584,20 +554,28 @@ def _cumulative(counts: list[int]) -> list[int]:
 def load(device: str) -> AscendBackend:
     """``"npu"`` or ``"npu:0"``: that device. ``"cpu"``: the emulated operators."""
     kind = device.partition(":")[0]
+    layout = os.environ.get(ENVIRONMENT_LAYOUT, "nd")
     if kind == "cpu":
         return load_emulated(
-            device, soc=os.environ.get(ENVIRONMENT_SOC, "A3"), numeric=os.environ.get(ENVIRONMENT_NUMERIC, "planes")
+            device,
+            soc=os.environ.get(ENVIRONMENT_SOC, "A3"),
+            numeric=os.environ.get(ENVIRONMENT_NUMERIC, "planes"),
+            layout=layout,
         )
     found = probe(kind)
     if not found.usable:
-        raise BackendUnavailable(f"{device}: {found.reason} (ascend@cpu emulates the operators)")
+        raise BackendUnavailable(f"{device}: {found.reason}")
+    form = _form(layout)
     torch_device = torch.device(device)
     torch.npu.set_device(torch_device)  # type: ignore[attr-defined,unused-ignore]
-    return AscendBackend(device, torch_device, SOCS[found.facts["soc"]], found.facts)
+    return AscendBackend(device, torch_device, SOCS[found.facts["soc"]], found.facts, form=form)
 
 
-def load_emulated(device: str = "cpu", *, soc: str = "A3", numeric: str = "planes") -> AscendBackend:
-    """The backend on emulated operators, following the rules of ``soc`` ("A2", "A3", "950")."""
+def load_emulated(
+    device: str = "cpu", *, soc: str = "A3", numeric: str = "planes", layout: str = "nd"
+) -> AscendBackend:
+    """The backend on emulated operators by the rules of ``soc`` (A2, A3, 950), pages laid out as ``layout`` (nd, nz)."""
+    form = _form(layout)
     if soc not in SOCS:
         raise InvalidArgument(f"{ENVIRONMENT_SOC} is {soc!r}; one of {', '.join(SOCS)}")
     from kvport_ascend import emulator
@@ -610,4 +588,10 @@ def load_emulated(device: str = "cpu", *, soc: str = "A3", numeric: str = "plane
         "emulated": f"operators of torch_npu {emulator.loaded()} for {soc}, arithmetic {numeric}; no device was used",
         "soc": soc,
     }
-    return AscendBackend(device, torch.device("cpu"), SOCS[soc], facts, numeric)
+    return AscendBackend(device, torch.device("cpu"), SOCS[soc], facts, numeric=numeric, form=form)
+
+
+def _form(layout: str) -> PageForm:
+    if layout not in FORMS:
+        raise InvalidArgument(f"{ENVIRONMENT_LAYOUT} is {layout!r}; one of {', '.join(FORMS)}")
+    return FORMS[layout]

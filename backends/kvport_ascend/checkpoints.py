@@ -111,12 +111,11 @@ def read_kv_scales(folder: Path, *, round_to: torch.dtype = torch.float32) -> Ch
     if len(counts := {tensor.numel() for tensor in found.values()}) != 1:
         raise ScaleError(f"{folder} has k_scale and v_scale of {sorted(counts)} numbers; one count for all layers")
     per_tensor = counts == {1}
-    scales = {
-        layer: LayerScales(
-            *(SideScales(found[layer, s].reshape(()) if per_tensor else found[layer, s]) for s in ("k", "v"))
-        )
-        for layer in layers
-    }
+
+    def side(layer: int, name: str) -> SideScales:
+        return SideScales(found[layer, name].reshape(()) if per_tensor else found[layer, name])
+
+    scales = {layer: LayerScales(side(layer, "k"), side(layer, "v")) for layer in layers}
     granularity = "tensor" if per_tensor else "head"
     return CheckpointScales(f"{code}:{granularity}:static:scale={dtype_name(round_to)}", scales)
 

@@ -10,6 +10,9 @@ format of K and V                         mode  scales given to the operator
 the model's own dtype (fp16, bf16)        none  none
 ========================================  ====  ==========================================================
 
+Over NZ pages only mode 0 is read, with bfloat16 scales ``(heads, 1, dim)``; scales per tensor or head are spread over
+the channels, which changes no number.
+
 DTYPE is the model's dtype, so that no scale changes on its way to the operator. Other static formats, and asymmetric
 ones, can be had ``by_value``: their scales and zeros are then judged number by number when the store is allocated (see
 :func:`static_operands`), which is too late for a promise by ``support()``.
@@ -17,7 +20,7 @@ ones, can be had ``by_value``: their scales and zeros are then judged number by 
 
 from __future__ import annotations
 
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -26,32 +29,43 @@ from kvport.errors import ScaleError
 from kvport.formats import TensorFormat, dtype_name
 from kvport.layout import GroupLayout
 from kvport.scales import SideScales
-from kvport_ascend.emulator.rules import ATTENTION
+from kvport_ascend.emulator.rules import ATTENTION, Rule
+from kvport_ascend.emulator.scatter_rules import SCATTER_PA
+from kvport_ascend.pages import ND, NZ, NZ_FRACTION, PageForm
 from kvport_ascend.socs import Soc
 
 #: Set to 1: static formats are accepted, and judged by their numbers when a cache opens.
 BY_VALUE: Final = "KVPORT_ASCEND_BY_VALUE"
 QUERY_DTYPES: Final = (torch.float16, torch.bfloat16)
 _STATIC_MODES: Final = {"channel": 0, "tensor": 0, "head": 2}
-_RULES: Final = {rule.name: rule for rule in ATTENTION}
+#: Heads (query, KV) that the documentation lists for NZ pages.
+NZ_HEADS: Final = ((10, 1), (64, 8), (80, 8), (128, 16))
+_RULES: Final[dict[str, Rule[Any]]] = {
+    **{rule.name: rule for rule in ATTENTION},
+    **{rule.name: rule for rule in SCATTER_PA},
+}
 
 
-def mode_of(fmt: TensorFormat) -> int | None:
+def mode_of(fmt: TensorFormat, form: PageForm = ND) -> int | None:
     """Antiquant mode that reads this format; None for float pages and for formats that no mode reads."""
     if fmt.code != "int8" or fmt.outliers:
         return None
+    if fmt.static and form is NZ:
+        return 0
     if fmt.static:
         return _STATIC_MODES.get(fmt.granularity)
     return 5 if fmt.granularity == "token" and fmt.symmetric and fmt.scale_dtype == "fp32" else None
 
 
-def refusals(layout: GroupLayout, soc: Soc, by_value: bool = False) -> tuple[str, ...]:
+def refusals(layout: GroupLayout, soc: Soc, form: PageForm = ND, by_value: bool = False) -> tuple[str, ...]:
     """Every unmet requirement, with the value at hand, what is allowed, and the rule that says so."""
     if soc.refusal:
         return (f"on {soc.products}: {soc.refusal}",)
     if layout.latent:
         return ("latent (MLA) layers: with query_rope the operator is documented to take no antiquant scales",)
     found = [*_format_refusals(layout, by_value), *_size_refusals(layout, soc)]
+    if form is NZ:
+        found += _nz_refusals(layout, soc)
     if layout.window is not None:
         found.append(
             f"window {layout.window}: the decode operator has no window, and a mask is reported to be wrong past KV "
@@ -122,16 +136,51 @@ def _not_for_all_values(fmt: TensorFormat, layout: GroupLayout) -> list[str]:
     return found
 
 
+def _nz_refusals(layout: GroupLayout, soc: Soc) -> list[str]:
+    """What NZ pages ask for beyond the rest. ND pages, the default, are the nearest choice in every case."""
+    found = []
+    key, value = layout.format.key, layout.format.value
+    if soc.nz_fraction != NZ_FRACTION:
+        found.append(
+            f"NZ pages on {soc.products}: attention is documented to read rows of {soc.nz_fraction} codes there, and "
+            f"page writes to make rows of {NZ_FRACTION} ({_quote('kv_shape_fits')}; {_quote('scatter_cache_shape')})"
+        )
+    if layout.dtype != torch.bfloat16 or not (key.quantized and value.quantized):
+        found.append(
+            f"NZ pages of {layout.format} with a model of {layout.dtype}: int8 with a bfloat16 model "
+            f"({_quote('nz_dtypes')})"
+        )
+    for side, fmt in (("K", key), ("V", value)):
+        if fmt.quantized and not fmt.static:
+            found.append(
+                f"{side} format {fmt} in NZ pages: scales per token are not paged there; "
+                f"int8:channel:static:scale=bf16 is the nearest ({_quote('nz_modes')})"
+            )
+        elif fmt.quantized and not fmt.symmetric:
+            found.append(f"{side} format {fmt} in NZ pages: symmetric formats only ({_quote('nz_no_offset')})")
+    if layout.key_dim != 128 or layout.page_size not in (128, 512):
+        found.append(
+            f"NZ pages with head dim {layout.key_dim} and page size {layout.page_size}: 128, and 128 or 512 "
+            f"({_quote('nz_geometry')})"
+        )
+    heads = (layout.query_heads, layout.kv_heads)
+    if heads not in NZ_HEADS:
+        allowed = ", ".join(map(str, NZ_HEADS))
+        found.append(f"NZ pages with {heads} query and KV heads: {allowed} ({_quote('nz_heads')})")
+    return found
+
+
 def static_operands(
-    where: str, fmt: TensorFormat, side: SideScales, dtype: torch.dtype
+    where: str, layout: GroupLayout, fmt: TensorFormat, side: SideScales, form: PageForm = ND
 ) -> tuple[Tensor, Tensor | None]:
-    """The attention operator's scale and offset (None if symmetric) for static scales, in the query's ``dtype``.
+    """The attention operator's scale and offset (None if symmetric) for static scales, in the query's dtype.
 
     kvport's number is ``u * scale + zero`` with an unsigned code u, or ``code * scale``; the operator's is
     ``(code + offset) * scale`` with a signed code. With ``code = u - 128`` that is ``offset = 128 + zero / scale``.
     Raises :class:`ScaleError` where a cast would change a number: the pages would then decode to other values here
     than anywhere else.
     """
+    dtype = layout.dtype
     scale = side.scale.to("cpu", torch.float64)
     cast = scale.to(dtype)
     if bool((wrong := cast.double() != scale).any()):
@@ -145,6 +194,9 @@ def static_operands(
             f"{where}: a scale of {float(scale.max())} decodes to numbers beyond {dtype}'s largest, {limit}, in which "
             "the prefill route holds K and V"
         )
+    if form is NZ:
+        per_head = cast.reshape(-1, 1, cast.shape[1] if fmt.granularity == "channel" else 1)
+        return per_head.expand(layout.kv_heads, 1, layout.key_dim).contiguous(), None
     if side.zero is None:
         return cast.reshape(_operand_shape(fmt, scale)).contiguous(), None
     zero = side.zero.to("cpu", torch.float64)

@@ -8,6 +8,7 @@ probe then reports what would have broken the import.
 from __future__ import annotations
 
 import os
+import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from typing import Any
@@ -17,6 +18,7 @@ from kvport_ascend.socs import SOCS, soc_of
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
 INSTALL = "pip install torch-npu (of exactly torch's version), after installing CANN from Huawei"
+EMULATED = "ascend@cpu runs the same code on emulated operators, without a device"
 
 
 def probe(device_type: str) -> Probe:
@@ -25,13 +27,12 @@ def probe(device_type: str) -> Probe:
 
 
 def _probe_emulated() -> Probe:
-    if find_spec("torch_npu") is not None:
-        facts = {"schemas": f"torch_npu {version('torch_npu')}, installed"}
-    else:
-        from kvport_ascend.schemas import DEFAULT_VERSION
+    # Only an imported torch_npu has registered its own schemas; one that is installed may be unable to load.
+    if "torch_npu" in sys.modules:
+        return Probe(usable=True, facts={"schemas": f"torch_npu {version('torch_npu')}, its own"})
+    from kvport_ascend.schemas import DEFAULT_VERSION
 
-        facts = {"schemas": f"torch_npu {DEFAULT_VERSION}, recorded"}
-    return Probe(usable=True, facts=facts)
+    return Probe(usable=True, facts={"schemas": f"torch_npu {DEFAULT_VERSION}, recorded"})
 
 
 def _probe_npu() -> Probe:
@@ -100,4 +101,4 @@ def _first(error: Exception) -> str:
 
 
 def _no(reason: str, facts: dict[str, str] | None = None) -> Probe:
-    return Probe(usable=False, reason=reason, facts=facts or {})
+    return Probe(usable=False, reason=f"{reason}; {EMULATED}", facts=facts or {})

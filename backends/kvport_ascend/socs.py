@@ -18,6 +18,7 @@ class Soc:
     route there ("" where it has). ``int8_page`` and ``float_page``: page sizes are multiples of it, up to
     ``max_page``. ``int8_dim`` and ``float_dim``: head dims are multiples of it, up to ``max_dim``. ``max_ratio``:
     query heads per KV head. ``packed_dims``: head dims that the packed prefill layout (TND) takes, None for all.
+    ``nz_fraction``: codes in the last axis of the NZ pages that attention reads.
     """
 
     name: str
@@ -36,6 +37,7 @@ class Soc:
     max_decode_tokens: int = 262144
     max_packed_batch: int = 4096
     packed_dims: tuple[int, ...] | None = (128, 192)
+    nz_fraction: int = 32
     doubt: str = ""
 
 
@@ -56,6 +58,7 @@ A950: Final = Soc(
     "Ascend 950PR and 950DT",
     ("Ascend950",),
     packed_dims=None,
+    nz_fraction=16,
     doubt="the device name is a guess, and torch_npu's older operator versions are announced to be dropped there",
 )
 P310: Final = Soc(

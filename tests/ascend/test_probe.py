@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvport_ascend.probing import pairing_error, probe
+from kvport_ascend.probing import EMULATED, pairing_error, probe
 from kvport_ascend.socs import SOCS, soc_of
 
 TORCH = version("torch").partition("+")[0]
@@ -85,6 +85,7 @@ def test_reason(case: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert text.startswith(expected[0] + " ")
     for part in expected[1:]:
         assert part in text
+    assert answer.usable or answer.reason.endswith(EMULATED)
 
 
 @pytest.mark.skipif(find_spec("torch_npu") is not None, reason="a real torch_npu is installed")
@@ -108,7 +109,38 @@ def test_package_absent() -> None:
 def test_emulated_is_always_usable_and_says_which_schemas() -> None:
     answer = probe("cpu")
     assert answer.usable
-    assert "torch_npu" in answer.facts["schemas"]
+    own = "torch_npu" in sys.modules
+    assert answer.facts["schemas"].endswith("its own" if own else "recorded")
+
+
+@pytest.mark.skipif(find_spec("torch_npu") is not None, reason="a real torch_npu is installed")
+def test_installed_is_not_taken_for_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where torch_npu cannot be imported, the emulated operators have the recorded schemas, and say so."""
+    install(tmp_path, TORCH, NO_CANN, autoload=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert not probe("npu").usable
+    assert probe("cpu").facts["schemas"].endswith("recorded")
+
+
+@pytest.mark.skipif(find_spec("torch_npu") is not None, reason="a real torch_npu is installed")
+def test_conformance_without_a_device_stops_with_the_reason() -> None:
+    """``--backend=npu`` is a usage error that says why, and what to type instead; no case is run."""
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--pyargs",
+        "kvport_conformance",
+        "--backend=npu",
+        "-p",
+        "no:cacheprovider",
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == pytest.ExitCode.USAGE_ERROR
+    assert "--backend=npu: no usable backend for 'npu'" in done.stderr
+    assert "the package torch-npu is not installed" in done.stderr
+    assert "ascend@cpu runs the same code on emulated operators" in done.stderr
+    assert "passed" not in done.stdout
 
 
 def test_reasons_are_distinct() -> None:

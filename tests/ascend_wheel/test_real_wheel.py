@@ -8,7 +8,10 @@ on the wheel's own schemas too.
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable
 from importlib.util import find_spec
 from typing import Any
@@ -42,6 +45,28 @@ def test_no_device() -> None:
     answer = probe("npu")
     assert not answer.usable
     assert "no NPU is visible" in answer.reason
+
+
+def test_without_cann_the_listing_says_so_and_the_reference_stays_usable() -> None:
+    """The real wheel and no CANN, as a user has it who only ran pip: torch cannot load it, and kvport still works."""
+    environment = {name: value for name, value in os.environ.items() if name != "LD_LIBRARY_PATH"}
+    listing = subprocess.run(
+        [sys.executable, "-m", "kvport", "backends", "--json"], capture_output=True, text=True, env=environment
+    )
+    assert listing.returncode == 0, listing.stderr
+    rows = {row["name"]: row for row in json.loads(listing.stdout)["backends"]}
+    npu, emulated = rows["ascend"]["devices"]
+    assert not npu["usable"]
+    assert "CANN's libraries are not found" in npu["reason"]
+    assert "without which this error breaks import torch" in npu["reason"]
+    assert emulated["usable"]
+    assert emulated["facts"]["schemas"].endswith("recorded")
+    assert rows["reference"]["usable"]
+    program = "import kvport; kvport.open('cpu', layers=1, kv_heads=1, head_dim=64, tokens=64).close()"
+    broken = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, env=environment)
+    assert "TORCH_DEVICE_BACKEND_AUTOLOAD=0" in broken.stderr, "torch itself names the way out"
+    environment["TORCH_DEVICE_BACKEND_AUTOLOAD"] = "0"
+    subprocess.run([sys.executable, "-c", program], check=True, env=environment)
 
 
 @pytest.mark.parametrize("name", schemas.schemas(VERSION))
