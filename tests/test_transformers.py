@@ -532,12 +532,16 @@ def test_models_with_another_state_are_refused_by_name(config: Callable[[], Any]
         KVPortCache(config())
 
 
-def test_without_transformers_the_error_has_the_install_command() -> None:
+@pytest.mark.parametrize(
+    ("stand_in", "why"), [("None", "halted"), ("types.SimpleNamespace(__version__='5.23.1')", "5.23.1 is installed")]
+)
+def test_without_transformers_the_error_has_the_install_command(stand_in: str, why: str) -> None:
     script = (
-        "import sys; sys.modules['transformers'] = None\n"
+        f"import sys, types; sys.modules['transformers'] = {stand_in}\n"
         "import kvport\n"
         "try:\n    import kvport.integrations.transformers\n"
         "except kvport.MissingDependency as error:\n    print(error)\n"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert why in done.stdout
     assert "pip install -U 'kvport[transformers]'" in done.stdout

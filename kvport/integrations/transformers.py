@@ -37,12 +37,18 @@ from kvport.scales import LayerScales
 from kvport.sequences import Sequence
 from kvport.step import Step
 
-_INSTALL = "pip install -U 'kvport[transformers]'"
+#: The oldest version that the tests ran with. Before, caches were asked other questions (crop, masks, layer types).
+_OLDEST = (5, 24)
 try:
+    from transformers import __version__ as _version
+
+    if tuple(int(part) for part in _version.split(".")[:2]) < _OLDEST:
+        raise ImportError(f"{_version} is installed")
     from transformers.cache_utils import Cache, CacheLayerMixin, DummyLayer, get_layer_types_and_kwargs
 except ImportError as error:
     raise MissingDependency(
-        f"kvport.integrations.transformers needs transformers >= 5.24 ({error}); install it with: {_INSTALL}"
+        f"kvport.integrations.transformers needs transformers >= {'.'.join(map(str, _OLDEST))} ({error}); install it "
+        "with: pip install -U 'kvport[transformers]'"
     ) from error
 
 #: Layer types of transformers whose whole state is K and V by position. Sliding and chunked layers are kept in full;
