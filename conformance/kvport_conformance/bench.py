@@ -67,6 +67,21 @@ def _run(side: str, seed: int, heads: int, dim: int, dtype: str, start: int, cou
 SAMPLED_ROWS: Final = 24
 
 
+def group_layout(format_text: str, shape: Geometry) -> GroupLayout:
+    """What a backend is asked to store for a format and a geometry."""
+    return GroupLayout(
+        format=parse(format_text),
+        layers=shape.layers,
+        kv_heads=shape.kv_heads,
+        query_heads=shape.query_heads,
+        key_dim=shape.key_dim,
+        value_dim=shape.value_dim,
+        page_size=shape.page_size,
+        window=shape.window,
+        dtype=DTYPES[shape.dtype],
+    )
+
+
 class Bench:
     """One backend, one case, one seed."""
 
@@ -112,18 +127,7 @@ class Bench:
 
     def layout(self, format_text: str | None = None, geometry: Geometry | None = None) -> GroupLayout:
         """The layout of the case (or of another format and geometry); ends the case where the backend declines it."""
-        shape = geometry or self.geometry
-        layout = GroupLayout(
-            format=parse(format_text or self.case.format),
-            layers=shape.layers,
-            kv_heads=shape.kv_heads,
-            query_heads=shape.query_heads,
-            key_dim=shape.key_dim,
-            value_dim=shape.value_dim,
-            page_size=shape.page_size,
-            window=shape.window,
-            dtype=DTYPES[shape.dtype],
-        )
+        layout = group_layout(format_text or self.case.format, geometry or self.geometry)
         self.require(layout)
         return layout
 

@@ -199,6 +199,9 @@ def plans(bench: Bench) -> None:
     for layer in range(layout.layers):
         held.attend(layer, second, bench.queries(layout, 1))
         held.attend(layer, first, bench.queries(layout, 3, stream="again"))
+    # Made, and not used, before the first is used again: the latest plan is not the one that was asked for.
+    held.plan([Row(pages[::-1], 2 * size, 2), Row(pages[1:], 9)])
+    held.attend(0, first, bench.queries(layout, 3))
     # The same shape of batch with other lengths and pages: a plan kept by its shape would be the wrong one.
     third = held.plan([Row(pages[::-1][:1] + pages[1:2], size + 1, 2), Row(pages[1:], 3)])
     held.slots[:, held.slots_of([pages[2]], size // 2, size)] = -1  # nobody reads those

@@ -196,6 +196,7 @@ def recycled_pages(bench: Bench) -> None:
     for layer in range(layout.layers):
         key, value = bench.tokens(layout, layer, 4 * size, stream="old")
         held.append(layer, key * np.float32(32), -value * np.float32(32), held.slots_of(pages, 0, 4 * size))
+        held.attend(layer, [Row(pages, 4 * size)], bench.queries(layout, 1))  # whoever keeps what it read, keeps it now
     reused = pages[::-1]
     held.fill_sequence(reused, size + 3, stream="new")
     rows = [Row(reused[:2], size + 3)]

@@ -9,12 +9,11 @@ import torch
 
 from kvport.backend import FEATURES, OPERATIONS, Support, operations
 from kvport.errors import KVPortError, Unsupported
-from kvport.layout import GroupLayout
 from kvport_conformance import allocation, bounds
 from kvport_conformance.axes import BASE, CORE, FORMATS, KINDS, MODEL, families, geometry, kinds, product
-from kvport_conformance.bench import FILL, Bench, Row
+from kvport_conformance.bench import FILL, Bench, Row, group_layout
 from kvport_conformance.cases import check
-from kvport_conformance.tensors import DTYPES, fill_bytes
+from kvport_conformance.tensors import fill_bytes
 from kvport_conformance.verdicts import Disagreement, NotSupported
 
 CHAPTER: Final = "robustness"
@@ -24,7 +23,7 @@ CHAPTER: Final = "robustness"
 def honest_support(bench: Bench) -> None:
     """support() answers the same twice, names its reasons, and allocate does what it said: all of it, or refuses."""
     shape = bench.geometry
-    layout = _layout(bench)
+    layout = group_layout(bench.case.format, shape)
     first, second = bench.backend.support(layout), bench.backend.support(layout)
     if not isinstance(first, Support) or first != second:
         raise Disagreement(f"support() gave {first!r}, then {second!r}")
@@ -47,24 +46,6 @@ def honest_support(bench: Bench) -> None:
     else:
         raise Disagreement("allocate accepted a layout that support() declines")
     raise NotSupported("; ".join(first.reasons))
-
-
-def _layout(bench: Bench) -> GroupLayout:
-    """The case's layout, whether or not the backend supports it."""
-    from kvport_conformance.axes import parse
-
-    shape = bench.geometry
-    return GroupLayout(
-        format=parse(bench.case.format),
-        layers=shape.layers,
-        kv_heads=shape.kv_heads,
-        query_heads=shape.query_heads,
-        key_dim=shape.key_dim,
-        value_dim=shape.value_dim,
-        page_size=shape.page_size,
-        window=shape.window,
-        dtype=DTYPES[shape.dtype],
-    )
 
 
 @check(CHAPTER, product(("int8",), (BASE, MODEL)))

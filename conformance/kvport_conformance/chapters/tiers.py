@@ -46,7 +46,7 @@ def sealed(bench: Bench) -> None:
         near, far = bench.held(6, bench.layout(near_format)), bench.held(7, layout)
         near.fill_sequence([5, 1, 3], 3 * size)
         for layer in range(layout.layers):
-            source, target = [3, 5], [2, 6]
+            source, target = [5, 3], [2, 6]
             bench.backend.seal(near.store, far.store, layer, source, target)
             rows = near.slots[layer, near.slots_of(source, 0, 2 * size)]
             decoded = near.contents[layer].decoded

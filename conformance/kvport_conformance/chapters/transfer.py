@@ -12,10 +12,10 @@ import torch
 from kvport.image import PageImage
 from kvport.sequences import Sequence
 from kvport_conformance.axes import BASE, CORE, FORMATS, KINDS, MODEL, every_format, families, geometry, product
-from kvport_conformance.bench import Bench
+from kvport_conformance.bench import Bench, Row
 from kvport_conformance.cases import check
 from kvport_conformance.served import Served
-from kvport_conformance.tensors import plane_to_numpy, plane_to_torch
+from kvport_conformance.tensors import fill_bytes, plane_to_numpy, plane_to_torch
 from kvport_conformance.verdicts import Disagreement
 
 CHAPTER: Final = "transfer"
@@ -121,6 +121,23 @@ def window_image(bench: Bench) -> None:
         raise Disagreement("after a move past its window a sequence's pages differ")
 
 
+@check(CHAPTER, product(KINDS, (BASE,)) + product(FORMATS, (BASE, MODEL), "full"))
+def detached_image(bench: Bench) -> None:
+    """An exported image is the caller's: tokens appended later do not change it, and changing it changes no page."""
+    layout = bench.layout()
+    size = layout.page_size
+    held = bench.held(4, layout)
+    held.fill_sequence([1, 2], size + 3)
+    planes = bench.backend.export_pages(held.store, 0, [1, 2])
+    kept = {name: tensor.clone() for name, tensor in planes.items()}
+    held.append_run(0, [1, 2], 2, size + 2, stream="later")
+    for name, tensor in planes.items():
+        if not torch.equal(tensor.view(torch.uint8), kept[name].view(torch.uint8)):
+            raise Disagreement(f"appending changed plane {name} of an image that was exported before")
+        fill_bytes(tensor, 0x5A)
+    held.check()
+
+
 @check(CHAPTER, families())
 def partial_import(bench: Bench) -> None:
     """An import writes the pages it names, in the layer it names, and no others."""
@@ -135,16 +152,10 @@ def partial_import(bench: Bench) -> None:
     if not layout.format.static:  # static scales are the layer's own: the same codes mean other values there
         held.slots[1, held.slots_of([1, 3], 0, 2 * size)] = content[1].add_planes(moved)
         held.check()
-        held.gather(1, [_row([1, 2, 3], 3 * size)])
+        held.gather(1, [Row([1, 2, 3], 3 * size)])
     else:
         again = bench.backend.export_pages(held.store, 1, [1, 3])
         if any(not torch.equal(again[n], planes[n]) for n in planes):
             raise Disagreement("imported codes did not come back")
         held.check(layers=[0])
         held.check(layers=[1], pages=[2, 4, 5])
-
-
-def _row(pages: list[int], length: int) -> Any:
-    from kvport_conformance.bench import Row
-
-    return Row(pages, length)

@@ -1,0 +1,63 @@
+"""Profiles: what a verdict is about. A chip conforms to a profile, and passes a share of its cases.
+
+A profile is a rule over cases, so that it holds for cases that are added later. ``core`` is what every backend is
+expected to reach first; the others say what more it can do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Final
+
+from kvport_conformance.axes import FLOAT_FORMATS, parse
+from kvport_conformance.cases import MANDATORY, Case
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A named set of cases."""
+
+    name: str
+    summary: str
+    holds: Callable[[Case], bool]
+
+
+def _codes(case: Case) -> set[str]:
+    fmt = parse(case.format)
+    return {fmt.key.code, fmt.value.code}
+
+
+def _core(case: Case) -> bool:
+    shape = case.geometry
+    return (
+        case.format == "int8"
+        and case.chapter in (*MANDATORY, "attention", "transfer", "robustness")
+        and shape.key_dim == shape.value_dim
+        and shape.key_dim in (64, 128)
+        and shape.page_size in (16, 128)
+        and shape.window is None
+        and not case.requires - {"prefill", "verify"}
+    )
+
+
+PROFILES: Final = (
+    Profile("core", "int8 pages of 16 and 128 tokens, head dims 64 and 128, GQA: append, share, attend, move", _core),
+    Profile(
+        "float",
+        "fp32, fp16 and bf16 pages: the paging without the quantization",
+        lambda c: _codes(c) <= set(FLOAT_FORMATS),
+    ),
+    Profile("int8", "every int8 format: groups, zeros, scale dtypes, calibrated scales", lambda c: "int8" in _codes(c)),
+    Profile("kv4", "4-bit and 2-bit integers", lambda c: bool(_codes(c) & {"int4", "int2"})),
+    Profile("fp8", "8-bit floats", lambda c: any(code.startswith("fp8") for code in _codes(c))),
+    Profile("fp4", "4-bit float blocks: mxfp4 and nvfp4", lambda c: bool(_codes(c) & {"mxfp4", "nvfp4"})),
+    Profile("static", "calibrated scales", lambda c: parse(c.format).static),
+    Profile("tiers", "sealing, sink and recent tokens in higher precision", lambda c: c.chapter == "tiers"),
+    Profile("features", "window, soft cap, sink logits, partials", lambda c: c.chapter == "features"),
+)
+
+
+def profiles_of(case: Case) -> tuple[str, ...]:
+    """Names of the profiles a case belongs to."""
+    return tuple(profile.name for profile in PROFILES if profile.holds(case))
