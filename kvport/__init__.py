@@ -36,8 +36,10 @@ if TYPE_CHECKING:
     from kvport.formats import CacheFormat, TensorFormat
     from kvport.hookspecs import BACKEND_API, BackendInfo, Device, Probe, hookimpl
     from kvport.image import PageImage
+    from kvport.inspection import list_backends
     from kvport.layout import CacheLayout, GroupLayout, LayerSpec
     from kvport.opening import open
+    from kvport.registry import load_backend, parse_device
     from kvport.scales import LayerScales, SideScales
     from kvport.sequences import Sequence
     from kvport.step import Attention, Step
@@ -87,6 +89,9 @@ _HOME = {
     "GroupLayout": "layout",
     "LayerSpec": "layout",
     "open": "opening",
+    "list_backends": "inspection",
+    "load_backend": "registry",
+    "parse_device": "registry",
     "LayerScales": "scales",
     "SideScales": "scales",
     "Sequence": "sequences",
@@ -95,6 +100,9 @@ _HOME = {
 }
 
 __all__ = [
+    "list_backends",
+    "load_backend",
+    "parse_device",
     "FEATURES",
     "Backend",
     "Plan",
