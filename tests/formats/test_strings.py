@@ -241,7 +241,7 @@ def cache_formats(draw: st.DrawFn) -> CacheFormat:
     return CacheFormat(key, value, sink, recent, near, rope, rotate)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(cache_formats())
 def test_every_format_is_its_string(fmt: CacheFormat) -> None:
     assert CacheFormat.parse(str(fmt)) == fmt
