@@ -15,16 +15,16 @@ import triton
 from kvport_cpu.base import TorchBackend
 from torch import Tensor
 
-from kvport import codec
 from kvport.backend import Execution, Plan, StepArrays, Store, Support
 from kvport.errors import InvalidArgument, Unsupported
 from kvport.layout import GroupLayout
 from kvport.scales import LayerScales, SideScales
 from kvport_triton.kernels.attend import CODES, EXACT, NATIVE, attend_kernel, merge_kernel
+from kvport_triton.kernels.decode import decode_kernel
 from kvport_triton.kernels.encode import append_kernel, begin_pages_kernel
 from kvport_triton.planning import Launch, Prepared, prepare
 from kvport_triton.sides import DTYPE_NUMBER, bits_view, sides
-from kvport_triton.store import TritonStore, private_shape, to_private
+from kvport_triton.store import TritonStore, private_dtype, private_shape, to_private
 from kvport_triton.tuning import INTERPRETED_PROCESSORS, MOST_VERIFY, Mode, Tuning, tuning
 
 PAGE_SIZES: Final = (16, 32, 64, 128, 256)
@@ -72,7 +72,9 @@ class TritonBackend(TorchBackend):
         support = self.support(layout)
         if not support.ok:
             raise Unsupported(f"backend {self.name} cannot store {layout.format}", support.reasons)
-        wanted = {p.name: ((layout.layers, pages, *private_shape(p, layout)), p.dtype) for p in layout.planes}
+        wanted = {
+            p.name: ((layout.layers, pages, *private_shape(p, layout)), private_dtype(p, layout)) for p in layout.planes
+        }
         if _has_flags(layout):
             wanted[POISON] = ((layout.layers, pages), torch.uint8)
         tensors = {
@@ -124,7 +126,15 @@ class TritonBackend(TorchBackend):
                 constants[f"{prefix}_FLOAT"] = 0 if side.quantized else DTYPE_NUMBER[_plane_dtype(store, name)]
                 constants[f"{prefix}_RAW"] = raw
             append_kernel[(triton.cdiv(tokens, block), layout.kv_heads, 2)](
-                *arguments, flags, slots, tokens, layout.kv_heads, BT=block, PAGE=layout.page_size, **constants
+                *arguments,
+                flags,
+                slots,
+                tokens,
+                layout.kv_heads,
+                BT=block,
+                PAGE=layout.page_size,
+                INTERP=self.interpreted,
+                **constants,
             )
 
     def seal(
@@ -231,25 +241,36 @@ class TritonBackend(TorchBackend):
             static = _static(store.scales[layer], name)
             arguments += [codes, *self._scales(store, layer, name), *self._static(static, codes)]
         sink = lse if sinks is None else sinks.to(self.torch_device, torch.float32)
-        attend_kernel[(launch.item_count * layout.kv_heads,)](
-            *arguments, table, table.shape[1], launch.items, out, lse, part_out, part_lse, sink,
-            layout.kv_heads, query.shape[1], layout.window or 0, float(scale), float(softcap or 1.0),
-            MODE=_MODE_NUMBER[mode],
-            MASK_ROWS=launch.kind != "decode",
-            WINDOW=layout.window is not None,
-            SOFTCAP=softcap is not None,
-            SINK=sinks is not None,
-            GROUP=group,
-            ROWS=launch.row_count,
-            M=max(16, triton.next_power_of_2(launch.row_count)),
-            T=tuned.tile,
-            PAGE=layout.page_size,
-            STAGES=tuned.stages,
-            INTERP=self.interpreted,
-            **key.constants("K"),
-            **value.constants("V"),
-            num_warps=tuned.warps,
-        )  # fmt: skip
+        arguments += [table, table.shape[1], launch.items, out, lse, part_out, part_lse, sink, query.shape[1]]
+        shared = {
+            "HEADS": layout.kv_heads,
+            "SOFTCAP": softcap is not None,
+            "SINK": sinks is not None,
+            "GROUP": group,
+            "T": tuned.tile,
+            "PAGE": layout.page_size,
+            "STAGES": tuned.stages,
+            "INTERP": self.interpreted,
+            "num_warps": tuned.warps,
+        }
+        grid = (launch.item_count * layout.kv_heads,)
+        if mode == "codes" and launch.kind == "decode":
+            constants = key.constants("K") | value.constants("V")
+            del constants["K_QUANTIZED"], constants["V_QUANTIZED"]
+            decode_kernel[grid](
+                *arguments, float(scale), float(softcap or 1.0),
+                N=max(8, triton.next_power_of_2(group)), **shared, **constants,
+            )  # fmt: skip
+        else:
+            attend_kernel[grid](
+                *arguments, layout.window or 0, float(scale), float(softcap or 1.0),
+                MODE=_MODE_NUMBER[mode],
+                MASK_ROWS=launch.kind != "decode",
+                WINDOW=layout.window is not None,
+                ROWS=launch.row_count,
+                M=max(16, triton.next_power_of_2(launch.row_count)),
+                **shared, **key.constants("K"), **value.constants("V"),
+            )  # fmt: skip
         if launch.block_count:
             channels = min(MERGE_CHANNELS, triton.next_power_of_2(layout.value_dim))
             rows = launch.row_count * triton.cdiv(layout.value_dim, channels)
@@ -384,10 +405,9 @@ class TritonBackend(TorchBackend):
         """Decode pages ``(n,)`` to float32 K ``(n, P, kv_heads, D)`` and V."""
         planes = store.canonical(layer, pages)
         found = []
-        for side, fmt, static in store.sides(layer):
-            prefix = f"{side}."
-            parts = {n.removeprefix(prefix): p for n, p in planes.items() if n.startswith(prefix)}
-            found.append(codec.decode(fmt, parts, static))
+        for side in store.sides(layer):
+            prefix = f"{side.name}."
+            found.append(side.decode({n.removeprefix(prefix): p for n, p in planes.items() if n.startswith(prefix)}))
         return found[0], found[1]
 
 
@@ -409,6 +429,8 @@ def _unmet(layout: GroupLayout) -> list[str]:
             found.append(f"{name} code {fmt.code}: supported are int8, int4, int2 and float pages")
         elif fmt.granularity not in ("token", "group", "tensor", "head", "channel"):
             found.append(f"{name} granularity of {fmt}: supported are token, gN, and static tensor, head and channel")
+        elif fmt.outliers:
+            found.append(f"{name} keeps {fmt.outliers} outlier channels: supported are formats without outliers=")
         elif fmt.granularity == "group" and fmt.group % (8 // min(fmt.bits, 8)):
             found.append(f"{name} groups of {fmt.group} channels: {fmt.code} needs a multiple of {8 // fmt.bits}")
         if fmt.outliers:

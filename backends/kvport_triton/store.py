@@ -11,10 +11,14 @@ value.codes, codes  (token, head, byte)                       (head, byte, token
                                                               contiguously, without byte-sized shared-memory reads
 scales, zeros       (token, head) or (token, head, group)     (head, group, token): a tile's scales are one run
 ==================  ========================================  ======================================================
+
+Codes of symmetric integers are stored plus half their range, as unsigned numbers: in two's complement that flips each
+code's sign bit. The kernels turn unsigned codes into floats with one instruction less a word.
 """
 
 from __future__ import annotations
 
+import torch
 from kvport_cpu.base import TorchStore
 from torch import Tensor
 
@@ -45,8 +49,24 @@ def private_shape(plane: Plane, layout: GroupLayout) -> tuple[int, ...]:
     return tuple(shape[axis] for axis in _order(plane, layout))
 
 
+def private_dtype(plane: Plane, layout: GroupLayout) -> torch.dtype:
+    """Element dtype of this plane as stored."""
+    return torch.uint8 if _flips(plane, layout) else plane.dtype
+
+
+def _flips(plane: Plane, layout: GroupLayout) -> int:
+    """The sign bits of every code in a byte, where the plane holds symmetric integers; else 0."""
+    side, _, part = plane.name.partition(".")
+    fmt: TensorFormat = layout.format.key if side == "key" else layout.format.value
+    if part != "codes" or fmt.kind != "int" or not fmt.symmetric:
+        return 0
+    return sum(1 << (shift + fmt.bits - 1) for shift in range(0, 8, fmt.bits))
+
+
 def to_private(plane: Plane, layout: GroupLayout, pages: Tensor) -> Tensor:
-    """Canonical ``(n, *plane.shape)`` -> a view in private order."""
+    """Canonical ``(n, *plane.shape)`` -> private ``(n, ...)``, maybe a view."""
+    if flips := _flips(plane, layout):
+        pages = pages.view(torch.uint8) ^ flips
     return pages.reshape(pages.shape[0], *_three(plane)).permute(0, *(1 + axis for axis in _order(plane, layout)))
 
 
@@ -54,7 +74,10 @@ def to_canonical(plane: Plane, layout: GroupLayout, pages: Tensor) -> Tensor:
     """Private ``(n, ...)`` -> contiguous canonical ``(n, *plane.shape)``."""
     order = _order(plane, layout)
     inverse = [1 + order.index(axis) for axis in range(3)]
-    return pages.permute(0, *inverse).contiguous().view(pages.shape[0], *plane.shape)
+    pages = pages.permute(0, *inverse).contiguous().view(pages.shape[0], *plane.shape)
+    if flips := _flips(plane, layout):
+        pages = (pages ^ flips).view(plane.dtype)
+    return pages
 
 
 class TritonStore(TorchStore):
@@ -66,6 +89,3 @@ class TritonStore(TorchStore):
             plane.name: to_canonical(plane, self.layout, self.planes[plane.name][layer].index_select(0, pages))
             for plane in self.layout.planes
         }
-
-    def format_of(self, side: str) -> TensorFormat:
-        return self.layout.format.key if side == "key" else self.layout.format.value

@@ -35,13 +35,16 @@ import triton.language as tl
 from kvport_triton.kernels.numerics import (
     LN_2,
     LOG2_E,
+    SUBNORMAL,
     decode_half,
     decode_int,
+    decode_subnormal,
     dot,
     dot_add,
     is_finite,
     load_scale,
     pick,
+    plane_gain,
     tanh,
 )
 
@@ -54,7 +57,15 @@ SMALLEST_HALF = tl.constexpr(2.0**-14)  # normal float16
 SMALLEST_TOP = tl.constexpr(2.0**-110)  # its reciprocal, and every product with it, stays a normal float32
 NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 INFINITY = tl.constexpr(float("inf"))
-NAN = tl.constexpr(float("nan"))
+
+
+@triton.jit
+def _kept(value, stored, WHOLE: tl.constexpr):
+    """``value`` where its token is stored, else 0."""
+    if WHOLE:
+        return value
+    else:
+        return tl.where(stored, value, 0.0)
 
 
 @triton.jit
@@ -69,6 +80,12 @@ def _query_slice(
     address = Q + rows.to(tl.int64)[:, None] * q_token + heads[:, None] * q_head + d[None, :] * q_dim
     used = live[:, None] & (j < DIM // (GROUPS * PER_BYTE))[None, :]
     return tl.load(address, mask=used, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _lifted(q, up, SLICE: tl.constexpr, BITS: tl.constexpr, PER_BYTE: tl.constexpr):
+    """A query slice as float16, against codes that count plane_gain times too much."""
+    return (q * (up * (1.0 / plane_gain(BITS, SLICE % PER_BYTE)))[:, None]).to(tl.float16)
 
 
 @triton.jit
@@ -95,19 +112,20 @@ def _exact_key(
 ):
     """Decode stored (T, WIDTH) at one position of each byte to float32."""
     if not QUANTIZED:
-        return stored.to(tl.float32)
-    x = decode_int(stored, POSITION, BITS, SYMMETRIC).to(tl.float32)
-    if STATIC > 0:
-        x = x * _static_slice(STATIC_S, h, 0, POSITION, DIM, 1, PER_BYTE, WIDTH, STATIC, SCALE)[None, :]
-        if not SYMMETRIC:
-            x = x + _static_slice(STATIC_Z, h, 0, POSITION, DIM, 1, PER_BYTE, WIDTH, STATIC, SCALE)[None, :]
+        x = stored.to(tl.float32)
     else:
-        j = tl.arange(0, WIDTH)
-        group = tl.minimum((j * PER_BYTE + POSITION) // (DIM // GROUPS), GROUPS - 1)
-        where = (base[:, None] * GROUPS + group[None, :]) * PAGE + offset[:, None]
-        x = x * load_scale(S + where, where >= 0, SCALE)
-        if not SYMMETRIC:
-            x = x + load_scale(Z + where, where >= 0, SCALE)
+        x = decode_int(stored, POSITION, BITS, SYMMETRIC).to(tl.float32)
+        if STATIC > 0:
+            x = x * _static_slice(STATIC_S, h, 0, POSITION, DIM, 1, PER_BYTE, WIDTH, STATIC, SCALE)[None, :]
+            if not SYMMETRIC:
+                x = x + _static_slice(STATIC_Z, h, 0, POSITION, DIM, 1, PER_BYTE, WIDTH, STATIC, SCALE)[None, :]
+        else:
+            j = tl.arange(0, WIDTH)
+            group = tl.minimum((j * PER_BYTE + POSITION) // (DIM // GROUPS), GROUPS - 1)
+            where = (base[:, None] * GROUPS + group[None, :]) * PAGE + offset[:, None]
+            x = x * load_scale(S + where, where >= 0, SCALE)
+            if not SYMMETRIC:
+                x = x + load_scale(Z + where, where >= 0, SCALE)
     return x
 
 
@@ -155,7 +173,7 @@ def _weigh_floats(weights, value, acc, seen, PARTLY: tl.constexpr, IEEE: tl.cons
         nans = (count & 255) > 0
         ups = ((count >> 8) & 255) > 0
         downs = (count >> 16) > 0
-        special = tl.where(nans, NAN, tl.where(ups, INFINITY, 0.0)) + tl.where(downs, NEGATIVE_INFINITY, 0.0)
+        special = tl.where(nans, float("nan"), tl.where(ups, INFINITY, 0.0)) + tl.where(downs, NEGATIVE_INFINITY, 0.0)
         return acc + tl.where(count > 0, special, 0.0)
     else:
         return dot_add(weights, value, acc, IEEE, INTERP)
@@ -163,18 +181,22 @@ def _weigh_floats(weights, value, acc, seen, PARTLY: tl.constexpr, IEEE: tl.cons
 
 @triton.jit
 def _tile(
-    t, top, m, l, a0, a1, a2, a3, z0, z1, z2, z3, q0, q1, q2, q3, c0, c1, c2, c3, row_constant, rs, softcap,
-    K, KS, KZ, K_STATIC_S, K_STATIC_Z, V, VS, VZ, V_STATIC_S, V_STATIC_Z, TABLE, table_columns, h, heads,
+    t, top, m, l, a0, a1, a2, a3, z0, z1, z2, z3, q0, q1, q2, q3, b0, b1, b2, b3, c0, c1, c2, c3, row_constant, rs, softcap,
+    K, KS, KZ, K_STATIC_S, K_STATIC_Z, V, VS, VZ, V_STATIC_S, V_STATIC_Z, TABLE, table_columns, h, HEADS: tl.constexpr,
     start, end, first, last,
-    MODE: tl.constexpr, PARTLY: tl.constexpr, SOFTCAP: tl.constexpr, T: tl.constexpr, M: tl.constexpr,
-    PAGE: tl.constexpr, INTERP: tl.constexpr,
+    MODE: tl.constexpr, WHOLE: tl.constexpr, PARTLY: tl.constexpr, SOFTCAP: tl.constexpr, T: tl.constexpr,
+    M: tl.constexpr, PAGE: tl.constexpr, INTERP: tl.constexpr,
     K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_PER_BYTE: tl.constexpr, K_QUANTIZED: tl.constexpr,
     K_SYMMETRIC: tl.constexpr, K_GROUPS: tl.constexpr, K_STATIC: tl.constexpr, K_SCALE: tl.constexpr,
     V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_PER_BYTE: tl.constexpr, V_QUANTIZED: tl.constexpr,
     V_SYMMETRIC: tl.constexpr, V_GROUPS: tl.constexpr, V_STATIC: tl.constexpr, V_SCALE: tl.constexpr,
     GAIN: tl.constexpr,
 ):
-    """One tile of ``T`` stored tokens. Row r sees positions first[r] < j <= last[r] where ``PARTLY``."""
+    """One tile of ``T`` stored tokens.
+
+    Every row sees all of a ``WHOLE`` tile. Otherwise rows see start <= j < end, and where ``PARTLY`` row r only
+    first[r] < j <= last[r] of that.
+    """
     i = tl.arange(0, T)
     if T >= PAGE:
         column = t * (T // PAGE) + i // PAGE
@@ -183,11 +205,11 @@ def _tile(
         column = t // (PAGE // T) + i * 0
         offset = (t % (PAGE // T)) * T + i
     page = tl.load(TABLE + column, mask=column < table_columns, other=0)
-    base = page.to(tl.int64) * heads + h
+    base = page.to(tl.int64) * HEADS + h
     position = t * T + i
     stored = (position >= start) & (position < end)
     seen = stored[None, :]
-    if PARTLY:
+    if PARTLY and not WHOLE:
         seen = seen & (position[None, :] > first[:, None]) & (position[None, :] <= last[:, None])
 
     # Scores, up to the positive row factor rs.
@@ -204,17 +226,18 @@ def _tile(
         else:
             code = tl.load(address, mask=(jk < K_USED)[None, :] & (i >= 0)[:, None], other=0)
         if MODE == CODES:
-            product = dot(pick(g * K_PER_BYTE, q0, q1, q2, q3),
-                          tl.trans(decode_half(code, 0, K_BITS, K_SYMMETRIC, INTERP)), False, INTERP)
-            for p in tl.static_range(1, K_PER_BYTE):
+            # The offset of subnormal codes is in the accumulator before the product begins.
+            product = tl.zeros([M, T], tl.float32) + pick(g, b0, b1, b2, b3)[:, None]
+            for p in tl.static_range(K_PER_BYTE):
                 product = dot_add(pick(g * K_PER_BYTE + p, q0, q1, q2, q3),
-                                  tl.trans(decode_half(code, p, K_BITS, K_SYMMETRIC, INTERP)), product, False, INTERP)
+                                  tl.trans(decode_subnormal(code, p, K_BITS, INTERP)), product, False,
+                                  INTERP)
             if K_STATIC == 0:
                 where = (base * K_GROUPS + g) * PAGE + offset
-                ks = tl.where(stored, load_scale(KS + where, where >= 0, K_SCALE), 0.0)
+                ks = _kept(load_scale(KS + where, where >= 0, K_SCALE), stored, WHOLE)
                 product = product * ks[None, :]
                 if not K_SYMMETRIC:
-                    kz = tl.where(stored, load_scale(KZ + where, where >= 0, K_SCALE), 0.0)
+                    kz = _kept(load_scale(KZ + where, where >= 0, K_SCALE), stored, WHOLE)
                     kz = kz + ks * 2.0 ** (K_BITS - 1)
                     product = product + pick(g, c0, c1, c2, c3)[:, None] * kz[None, :]
             if g == 0:
@@ -238,9 +261,7 @@ def _tile(
         rate = tl.full([M], 1.0, tl.float32)
     else:
         rate = rs
-    if MODE == CODES and not PARTLY and not SOFTCAP and K_STATIC == 0:
-        x = x + tl.where(stored, 0.0, NEGATIVE_INFINITY)[None, :]  # masked scores are 0 here, their scale was selected
-    else:
+    if not WHOLE:
         x = tl.where(seen, x, NEGATIVE_INFINITY)
 
     new = tl.maximum(m, tl.max(x, 1))
@@ -262,8 +283,10 @@ def _tile(
         peak = tl.zeros([T], tl.float32)
         for g in tl.static_range(V_GROUPS):
             where = (base * V_GROUPS + g) * PAGE + offset
-            vs = tl.where(stored, load_scale(VS + where, where >= 0, V_SCALE), 0.0)
-            peak = tl.maximum(peak, tl.where(vs == vs, vs, 0.0))
+            vs = _kept(load_scale(VS + where, where >= 0, V_SCALE), stored, WHOLE)
+            if not WHOLE or INTERP:
+                vs = tl.where(vs == vs, vs, 0.0)  # compiled maxima leave NaN out, numpy's do not
+            peak = tl.maximum(peak, vs)
         higher = tl.maximum(top, tl.max(peak, 0))
         inverse = 1.0 / higher
         rescale = shrink * (top * inverse)
@@ -279,24 +302,29 @@ def _tile(
                 code = tl.load(address, mask=(jv < V_USED)[:, None] & (i >= 0)[None, :], other=0)
         else:
             address = V + ((base * PAGE + offset) * V_DIM)[:, None] + jv[None, :]
-            code = tl.load(address, mask=(jv < V_USED)[None, :] & stored[:, None], other=0.0)
+            if WHOLE and V_USED == V_WIDTH:
+                code = tl.load(address)
+            elif WHOLE:
+                code = tl.load(address, mask=(jv < V_USED)[None, :] & (i >= 0)[:, None], other=0.0)
+            else:
+                code = tl.load(address, mask=(jv < V_USED)[None, :] & stored[:, None], other=0.0)
         if MODE == CODES:
             if V_STATIC == 0:
                 where = (base * V_GROUPS + g) * PAGE + offset
-                vs = tl.where(stored, load_scale(VS + where, where >= 0, V_SCALE), 0.0)
+                vs = _kept(load_scale(VS + where, where >= 0, V_SCALE), stored, WHOLE)
                 w = weights * (vs * inverse)[None, :]
-                if PARTLY:
+                if PARTLY and not WHOLE:
                     w = tl.where(seen, w, 0.0)  # a NaN scale reaches only the rows that see its token
                 w16 = w.to(tl.float16)
                 if not V_SYMMETRIC:
                     # v = scale * code + zero may cancel, so both parts must carry the same rounded weight: the zero
                     # part takes back w16's, unless that is too small to be precise (or the scale is 0).
-                    vz = tl.where(stored, load_scale(VZ + where, where >= 0, V_SCALE), 0.0)
+                    vz = _kept(load_scale(VZ + where, where >= 0, V_SCALE), stored, WHOLE)
                     vz = vz + vs * 2.0 ** (V_BITS - 1)
                     ratio = tl.where(vs > 0.0, vz / tl.where(vs > 0.0, vs * inverse, 1.0), 0.0)
                     wide = w16.to(tl.float32)
                     shift = tl.where(wide >= SMALLEST_HALF, wide * ratio[None, :], weights * vz[None, :])
-                    if PARTLY:
+                    if PARTLY and not WHOLE:
                         shift = tl.where(seen, shift, 0.0)
                     z = pick(g, z0, z1, z2, z3) * shrink + tl.sum(shift, 1)
                     if g == 0:
@@ -310,7 +338,7 @@ def _tile(
             else:
                 w16 = weights.to(tl.float16)
             for p in tl.static_range(V_PER_BYTE):
-                a = dot_add(w16, tl.trans(decode_half(code, p, V_BITS, V_SYMMETRIC, INTERP)),
+                a = dot_add(w16, tl.trans(decode_half(code, p, V_BITS, INTERP)),
                             pick(g * V_PER_BYTE + p, a0, a1, a2, a3) * rescale[:, None], False, INTERP)
                 if g * V_PER_BYTE + p == 0:
                     a0 = a
@@ -322,17 +350,19 @@ def _tile(
                     a3 = a
         elif MODE == NATIVE:
             w = weights if INTERP else weights.to(code.dtype)  # the interpreter would truncate to bf16
-            a0 = _weigh_floats(w, code, a0 * rescale[:, None], seen, PARTLY, False, INTERP)
+            a0 = _weigh_floats(w, code, a0 * rescale[:, None], seen, PARTLY and not WHOLE, False, INTERP)
         else:
             for p in tl.static_range(V_PER_BYTE):
                 if V_QUANTIZED:
                     value = _exact_value(code, VS, VZ, V_STATIC_S, V_STATIC_Z, base, offset, h, p, V_DIM, PAGE,
                                          V_BITS, V_PER_BYTE, V_SYMMETRIC, V_GROUPS, V_STATIC, V_SCALE, V_WIDTH)
-                    value = tl.trans(tl.where(stored[None, :], value, 0.0))
+                    if not WHOLE:
+                        value = tl.where(stored[None, :], value, 0.0)
+                    value = tl.trans(value)
                 else:
                     value = code.to(tl.float32)
-                a = _weigh_floats(weights, value, pick(p, a0, a1, a2, a3) * rescale[:, None], seen, PARTLY, True,
-                                  INTERP)
+                a = _weigh_floats(weights, value, pick(p, a0, a1, a2, a3) * rescale[:, None], seen,
+                                  PARTLY and not WHOLE, True, INTERP)
                 if p == 0:
                     a0 = a
                 elif p == 1:
@@ -353,12 +383,12 @@ def _with_sink(lse, sink):
     return total, tl.where(lse == NEGATIVE_INFINITY, 0.0, tl.exp2(lse - total))
 
 
-@triton.jit(do_not_specialize=["table_columns", "heads", "query_heads", "window"])
+@triton.jit(do_not_specialize=["table_columns", "query_heads", "window"])
 def attend_kernel(
     Q, q_token, q_head, q_dim,
     K, KS, KZ, K_STATIC_S, K_STATIC_Z, V, VS, VZ, V_STATIC_S, V_STATIC_Z,
-    TABLE, table_columns, ITEMS, OUT, LSE, PART_OUT, PART_LSE, SINKS, heads, query_heads, window, scale, softcap,
-    MODE: tl.constexpr, MASK_ROWS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINK: tl.constexpr,
+    TABLE, table_columns, ITEMS, OUT, LSE, PART_OUT, PART_LSE, SINKS, query_heads, window, scale, softcap,
+    HEADS: tl.constexpr, MODE: tl.constexpr, MASK_ROWS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINK: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAGE: tl.constexpr,
     STAGES: tl.constexpr, INTERP: tl.constexpr,
     K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_PER_BYTE: tl.constexpr, K_QUANTIZED: tl.constexpr,
@@ -367,8 +397,8 @@ def attend_kernel(
     V_SYMMETRIC: tl.constexpr, V_GROUPS: tl.constexpr, V_STATIC: tl.constexpr, V_SCALE: tl.constexpr,
 ):
     """Grid: (items * KV heads,), heads fastest. ``M`` >= ``ROWS`` = query tokens of a tile * ``GROUP`` heads."""
-    h = tl.program_id(0) % heads
-    item = ITEMS + (tl.program_id(0) // heads) * ITEM_FIELDS
+    h = tl.program_id(0) % HEADS
+    item = ITEMS + (tl.program_id(0) // HEADS) * ITEM_FIELDS
     sequence = tl.load(item)
     row = tl.load(item + 1)
     tokens = tl.load(item + 2)
@@ -403,6 +433,10 @@ def attend_kernel(
     c1 = row_constant
     c2 = row_constant
     c3 = row_constant
+    b0 = row_constant
+    b1 = row_constant
+    b2 = row_constant
+    b3 = row_constant
     if MODE == NATIVE:
         # scale's sign and zero go into rs instead: multiplying a native query would be exact too, but costs a pass.
         q0 = _query_slice(Q, rows, q_heads, live, q_token, q_head, q_dim, 0, 0, K_DIM, 1, 1, K_WIDTH)
@@ -452,15 +486,28 @@ def attend_kernel(
             lift = tl.minimum(268 - exponent, 252)
             up = (lift << 23).to(tl.float32, bitcast=True)
             down = ((254 - lift) << 23).to(tl.float32, bitcast=True)
-            rs = rs * down
-            c0 = c0 * up
-            c1 = c1 * up
-            c2 = c2 * up
-            c3 = c3 * up
-            q0 = (q0 * up[:, None]).to(tl.float16)
-            q1 = (q1 * up[:, None]).to(tl.float16)
-            q2 = (q2 * up[:, None]).to(tl.float16)
-            q3 = (q3 * up[:, None]).to(tl.float16)
+            rs = rs * (down / SUBNORMAL)
+            up_codes = up * SUBNORMAL  # scores count in units of the codes' 2**-24
+            c0 = c0 * up_codes
+            c1 = c1 * up_codes
+            c2 = c2 * up_codes
+            c3 = c3 * up_codes
+            q0 = _lifted(q0, up, 0, K_BITS, K_PER_BYTE)
+            q1 = _lifted(q1, up, 1, K_BITS, K_PER_BYTE)
+            q2 = _lifted(q2, up, 2, K_BITS, K_PER_BYTE)
+            q3 = _lifted(q3, up, 3, K_BITS, K_PER_BYTE)
+            if not INTERP:
+                for n in tl.static_range(K_SLICES):
+                    gain = plane_gain(K_BITS, n % K_PER_BYTE) * SUBNORMAL * 2.0 ** (K_BITS - 1)
+                    offset = -gain * tl.sum(pick(n, q0, q1, q2, q3).to(tl.float32), 1)
+                    if n // K_PER_BYTE == 0:
+                        b0 += offset
+                    elif n // K_PER_BYTE == 1:
+                        b1 += offset
+                    elif n // K_PER_BYTE == 2:
+                        b2 += offset
+                    else:
+                        b3 += offset
             if K_STATIC > 0 and not K_SYMMETRIC:
                 # k = scale * code + zero may cancel: the zero part takes the rounded query, as the code part does.
                 for n in tl.static_range(K_SLICES):
@@ -468,6 +515,7 @@ def attend_kernel(
                     zeros = _static_slice(K_STATIC_Z, h, 0, n, K_DIM, 1, K_PER_BYTE, K_WIDTH, K_STATIC, K_SCALE)
                     zeros = zeros + scales * 2.0 ** (K_BITS - 1)
                     ratio = zeros / tl.where(scales > 0.0, scales, 1.0)
+                    ratio = ratio * (plane_gain(K_BITS, n) * SUBNORMAL)
                     row_constant += tl.sum(pick(n, q0, q1, q2, q3).to(tl.float32) * ratio[None, :], 1)
 
     V_SLICED: tl.constexpr = V_GROUPS if MODE == CODES else 1
@@ -496,30 +544,32 @@ def attend_kernel(
     z3 = unused
 
     table = TABLE + sequence.to(tl.int64) * table_columns
-    whole_end = tile_end
-    if MASK_ROWS:
-        if WINDOW:
-            whole_end = tile_first
-        else:
-            whole_end = tl.minimum(tl.maximum(tl.minimum(query_position + 1, end) // T, tile_first), tile_end)
-    if not MASK_ROWS or not WINDOW:
-        for t in tl.range(tile_first, whole_end, num_stages=STAGES):
-            top, m, l, a0, a1, a2, a3, z0, z1, z2, z3 = _tile(
-                t, top, m, l, a0, a1, a2, a3, z0, z1, z2, z3, q0, q1, q2, q3, c0, c1, c2, c3, row_constant, rs, softcap,
-                K, KS, KZ, K_STATIC_S, K_STATIC_Z, V, VS, VZ, V_STATIC_S, V_STATIC_Z, table, table_columns, h, heads,
-                start, end, first, last, MODE, False, SOFTCAP, T, M, PAGE, INTERP,
-                K_DIM, K_BITS, K_PER_BYTE, K_QUANTIZED, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE,
-                V_DIM, V_BITS, V_PER_BYTE, V_QUANTIZED, V_SYMMETRIC, V_GROUPS, V_STATIC, V_SCALE, GAIN,
-            )
-    if MASK_ROWS:
-        for t in tl.range(whole_end, tile_end, num_stages=STAGES):
-            top, m, l, a0, a1, a2, a3, z0, z1, z2, z3 = _tile(
-                t, top, m, l, a0, a1, a2, a3, z0, z1, z2, z3, q0, q1, q2, q3, c0, c1, c2, c3, row_constant, rs, softcap,
-                K, KS, KZ, K_STATIC_S, K_STATIC_Z, V, VS, VZ, V_STATIC_S, V_STATIC_Z, table, table_columns, h, heads,
-                start, end, first, last, MODE, True, SOFTCAP, T, M, PAGE, INTERP,
-                K_DIM, K_BITS, K_PER_BYTE, K_QUANTIZED, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE,
-                V_DIM, V_BITS, V_PER_BYTE, V_QUANTIZED, V_SYMMETRIC, V_GROUPS, V_STATIC, V_SCALE, GAIN,
-            )
+    # Tiles that every row sees whole, without any masking; then those at the ends, before and after them.
+    lowest = start
+    if WINDOW:
+        lowest = tl.maximum(start, query_position + tokens - window)
+    whole_first = tl.minimum(tl.maximum((lowest + T - 1) // T, tile_first), tile_end)
+    whole_end = tl.minimum(tl.maximum(tl.minimum(query_position + 1, end) // T, whole_first), tile_end)
+    for t in tl.range(whole_first, whole_end, num_stages=STAGES):
+        top, m, l, a0, a1, a2, a3, z0, z1, z2, z3 = _tile(
+            t, top, m, l, a0, a1, a2, a3, z0, z1, z2, z3, q0, q1, q2, q3, b0, b1, b2, b3, c0, c1, c2, c3,
+            row_constant, rs, softcap,
+            K, KS, KZ, K_STATIC_S, K_STATIC_Z, V, VS, VZ, V_STATIC_S, V_STATIC_Z, table, table_columns, h, HEADS,
+            start, end, first, last, MODE, True, MASK_ROWS, SOFTCAP, T, M, PAGE, INTERP,
+            K_DIM, K_BITS, K_PER_BYTE, K_QUANTIZED, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE,
+            V_DIM, V_BITS, V_PER_BYTE, V_QUANTIZED, V_SYMMETRIC, V_GROUPS, V_STATIC, V_SCALE, GAIN,
+        )
+    before = whole_first - tile_first
+    for n in tl.range(0, before + tile_end - whole_end, num_stages=1):
+        t = tl.where(n < before, tile_first + n, whole_end + n - before)
+        top, m, l, a0, a1, a2, a3, z0, z1, z2, z3 = _tile(
+            t, top, m, l, a0, a1, a2, a3, z0, z1, z2, z3, q0, q1, q2, q3, b0, b1, b2, b3, c0, c1, c2, c3,
+            row_constant, rs, softcap,
+            K, KS, KZ, K_STATIC_S, K_STATIC_Z, V, VS, VZ, V_STATIC_S, V_STATIC_Z, table, table_columns, h, HEADS,
+            start, end, first, last, MODE, False, MASK_ROWS, SOFTCAP, T, M, PAGE, INTERP,
+            K_DIM, K_BITS, K_PER_BYTE, K_QUANTIZED, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE,
+            V_DIM, V_BITS, V_PER_BYTE, V_QUANTIZED, V_SYMMETRIC, V_GROUPS, V_STATIC, V_SCALE, GAIN,
+        )
 
     empty = l == 0.0
     lse = tl.where(empty, NEGATIVE_INFINITY, m * (1.0 if SOFTCAP else rs) + tl.log2(tl.where(empty, 1.0, l)) - GAIN)
@@ -529,10 +579,10 @@ def attend_kernel(
         factor = per_weight * top
     whole = splits == 1
     if SINK:
-        sink = tl.load(SINKS + q_heads, mask=live & whole, other=NEGATIVE_INFINITY).to(tl.float32) * LOG2_E
+        sink = tl.load(SINKS + q_heads, mask=live & (splits + r * 0 == 1), other=NEGATIVE_INFINITY).to(tl.float32) * LOG2_E
         lse, shift = _with_sink(lse, sink)  # a sink of -inf, as partials get, changes nothing
     row_out = rows.to(tl.int64) * query_heads + q_heads
-    row_part = (part.to(tl.int64) * heads + h) * ROWS + r
+    row_part = (part.to(tl.int64) * HEADS + h) * ROWS + r
     if whole:
         tl.store(LSE + row_out, lse * LN_2, mask=live)
     else:

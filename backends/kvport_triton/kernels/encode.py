@@ -8,8 +8,8 @@ Private page layout, per layer (see :mod:`kvport_triton.store`): K codes ``[page
 codes ``[page, head, byte, token]`` (transposed, so that attend's second product reads tokens contiguously), scales and
 zeros ``[page, head, group, token]``. A program encodes ``BT`` rows of one head of K or of V.
 
-The arithmetic is the contract's, bit for bit: IEEE division, ties to even, no contraction (there is no multiplication
-followed by an addition in here).
+The arithmetic is the contract's, bit for bit: IEEE division, ties to even, and no multiplication that a compiler could
+contract with an addition.
 """
 
 import triton
@@ -69,6 +69,7 @@ def _encode_side(
     BT: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, BITS: tl.constexpr, PER_BYTE: tl.constexpr,
     QUANTIZED: tl.constexpr, SYMMETRIC: tl.constexpr, GROUPS: tl.constexpr, STATIC: tl.constexpr,
     SCALE: tl.constexpr, PAGE_FLOAT: tl.constexpr, RAW: tl.constexpr, TRANSPOSED: tl.constexpr,
+    INTERP: tl.constexpr,
 ):  # fmt: skip
     live = inside & (slots >= 0)
     page = tl.where(live, slots // PAGE, 0)
@@ -102,19 +103,23 @@ def _encode_side(
                     where = h * DIM + tl.minimum(d, N - 1)[None, :]
                 scale = load_scale(STATIC_S + where, where >= 0, SCALE)
                 nan = x != x
-                x = tl.where(nan, 0.0, x)
-                x = tl.where(is_finite(x), tl.minimum(tl.maximum(x, -INPUT_LIMIT), INPUT_LIMIT), x)
+                finite = is_finite(x)
+                sign = tl.where(x < 0.0, -LARGEST, LARGEST)
+                x = tl.minimum(tl.maximum(x, -INPUT_LIMIT), INPUT_LIMIT)
                 if not SYMMETRIC:
                     x = x - load_scale(STATIC_Z + where, where >= 0, SCALE)
-                q = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+                q = tl.where(finite, quotient(x, scale, INTERP), tl.where(nan, 0.0, sign))
                 flagged = tl.max((nan & used).to(tl.int32), 1) > 0
                 tl.store(FLAGS + page, tl.full([BT], 1, tl.uint8), mask=live & flagged)
             else:
-                bad = tl.max(tl.where(is_finite(x), 0, 1), 1) > 0
-                x = tl.where(bad[:, None], 0.0, tl.minimum(tl.maximum(x, -INPUT_LIMIT), INPUT_LIMIT))
+                # Bits of magnitudes order as the magnitudes do, infinities and NaN above all: one maximum tells both.
+                extreme = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
+                bad = extreme >= 0x7F800000
                 if SYMMETRIC:
-                    extent = tl.max(tl.abs(x), 1)
+                    # Elements beyond the input limit need no clamp of their own: their codes saturate either way.
+                    extent = tl.minimum(tl.where(bad, 0, extreme).to(tl.float32, bitcast=True), INPUT_LIMIT)
                 else:
+                    x = tl.where(bad[:, None], 0.0, tl.minimum(tl.maximum(x, -INPUT_LIMIT), INPUT_LIMIT))
                     # Padding channels must decide neither extreme.
                     low = tl.min(tl.where((d < N)[None, :], x, INPUT_LIMIT), 1)
                     high = tl.max(tl.where((d < N)[None, :], x, -INPUT_LIMIT), 1)
@@ -124,20 +129,22 @@ def _encode_side(
                     x = x - offset_value[:, None]
                 raw = tl.div_rn(extent, tl.full([BT], LARGEST, tl.float32))
                 bits = scale_bits(raw, extent > 0.0, SCALE)
-                scale = widen_bits(bits, SCALE)
-                q = quotient(x, tl.broadcast_to(scale[:, None], x.shape))
+                q = quotient(x, widen_bits(bits, SCALE)[:, None], INTERP)
+                if SYMMETRIC:
+                    q = tl.where(bad[:, None], 0.0, q)
                 where = ((page * heads + h) * GROUPS + g) * PAGE + offset
                 store_bits(S + where, tl.where(bad, nan_bits(SCALE), bits), live, SCALE)
                 if not SYMMETRIC:
                     store_bits(Z + where, zero, live, SCALE)
-            # Clamping to integers before rounding equals clamping after, and keeps q where ROUNDER rounds.
+            # Clamping to integers before rounding equals clamping after, and keeps q where ROUNDER rounds. The sum's
+            # low bits are then the integer; symmetric codes are stored plus half their range (kvport_triton.store).
             q = tl.minimum(tl.maximum(q, -LARGEST if SYMMETRIC else 0.0), LARGEST)
-            q = (q + ROUNDER) - ROUNDER
-            if STATIC > 0:
-                q = tl.where(nan, 0.0, q)
-            packed = _pack(q.to(tl.int32), BT, WIDTH, BITS)
+            q = q + (ROUNDER + (LARGEST + 1.0 if SYMMETRIC else 0.0))
+            if STATIC > 0 and not SYMMETRIC:
+                q = tl.where(nan, ROUNDER, q)  # code 0, whatever value that stands for
+            packed = _pack(q.to(tl.int32, bitcast=True), BT, WIDTH, BITS)
             _store_codes(
-                packed.to(C.dtype.element_ty), C, page, offset, live, h, heads, g * (N // PER_BYTE), N // PER_BYTE,
+                packed.to(tl.uint8), C, page, offset, live, h, heads, g * (N // PER_BYTE), N // PER_BYTE,
                 BT, BYTES, WIDTH // PER_BYTE, PAGE, TRANSPOSED,
             )  # fmt: skip
 
@@ -147,7 +154,7 @@ def append_kernel(
     KX, kx_token, kx_head, kx_dim, KC, KS, KZ, K_STATIC_S, K_STATIC_Z,
     VX, vx_token, vx_head, vx_dim, VC, VS, VZ, V_STATIC_S, V_STATIC_Z,
     FLAGS, SLOTS, tokens, heads,
-    BT: tl.constexpr, PAGE: tl.constexpr,
+    BT: tl.constexpr, PAGE: tl.constexpr, INTERP: tl.constexpr,
     K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_PER_BYTE: tl.constexpr, K_QUANTIZED: tl.constexpr,
     K_SYMMETRIC: tl.constexpr, K_GROUPS: tl.constexpr, K_STATIC: tl.constexpr, K_SCALE: tl.constexpr,
     K_FLOAT: tl.constexpr, K_RAW: tl.constexpr,
@@ -164,13 +171,13 @@ def append_kernel(
         _encode_side(
             KX, kx_token, kx_head, kx_dim, KC, KS, KZ, K_STATIC_S, K_STATIC_Z, FLAGS, rows, inside, slots, h, heads,
             BT, K_DIM, PAGE, K_BITS, K_PER_BYTE, K_QUANTIZED, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE, K_FLOAT,
-            K_RAW, False,
+            K_RAW, False, INTERP,
         )  # fmt: skip
     else:
         _encode_side(
             VX, vx_token, vx_head, vx_dim, VC, VS, VZ, V_STATIC_S, V_STATIC_Z, FLAGS, rows, inside, slots, h, heads,
             BT, V_DIM, PAGE, V_BITS, V_PER_BYTE, V_QUANTIZED, V_SYMMETRIC, V_GROUPS, V_STATIC, V_SCALE, V_FLOAT,
-            V_RAW, V_QUANTIZED,
+            V_RAW, V_QUANTIZED, INTERP,
         )  # fmt: skip
 
 

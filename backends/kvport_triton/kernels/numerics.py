@@ -23,48 +23,102 @@ BFLOAT16 = tl.constexpr(1)
 FLOAT16 = tl.constexpr(2)
 
 
+#: Codes in the lowest bits of a float16 are multiples of its smallest subnormal.
+SUBNORMAL = tl.constexpr(2.0**-24)
+
+
 @triton.constexpr_function
-def decode_asm(bits, position, signed):
-    """PTX for four stored bytes -> the codes at ``position`` in each byte, as four float16.
+def plane_gain(bits, position):
+    """What :func:`decode_subnormal` multiplies a code by, beside 2**-24: its bits stay where they are in the byte."""
+    return float(1 << (position * bits))
+
+
+@triton.constexpr_function
+def decode_asm(bits, position):
+    """PTX for four stored bytes -> the codes at ``position`` in each byte, minus half their range, as four float16.
 
     A code is put into the low bits of 0x6400 (float16 1024.0, where one unit is one ulp), then 1024 and half the range
-    are subtracted; two's complement is made positive by flipping the sign bit first. Every step is exact.
+    are subtracted. Every step is exact.
     """
     half = 1 << (bits - 1)
-    flip = sum(half << shift for shift in range(0, 32, bits))
-    lines = [f"xor.b32 t, $2, {flip:#x};" if signed else "mov.b32 t, $2;"]
-    if position:
-        lines.append(f"shr.u32 t, t, {position * bits};")
-    if bits < 8:
-        mask = ((1 << bits) - 1) * 0x01010101
-        lines.append(f"and.b32 t, t, {mask:#x};")
-    magic = 0x6400 + half
-    lines.append(f"mov.b32 m, {magic * 0x10001:#x};")
-    lines.append("prmt.b32 p, t, 0x64646464, 0x4140; prmt.b32 q, t, 0x64646464, 0x4342;")
-    lines.append("sub.f16x2 $0, p, m; sub.f16x2 $1, q, m;")
+    lines = []
+    if bits == 8:
+        lines.append("prmt.b32 p, $2, 0x64646464, 0x4140; prmt.b32 q, $2, 0x64646464, 0x4342;")
+        lines.append(f"mov.b32 m, {(0x6400 + half) * 0x10001:#x}; sub.f16x2 $0, p, m; sub.f16x2 $1, q, m;")
+        return "{ .reg .b32 t, p, q, m; " + " ".join(lines) + " }"
+    # Two bytes into the low halves of two words, then the code's bits in place: shifted up, a code counts 2**shift.
+    shift = position * bits
+    lines.append("prmt.b32 p, $2, 0, 0x4140; prmt.b32 q, $2, 0, 0x4342;")
+    field = (((1 << bits) - 1) << shift) * 0x10001
+    for word in "pq":
+        lines.append(f"lop3.b32 {word}, {word}, {field:#x}, 0x64006400, 0xea;")  # (word & field) | 0x6400
+    if shift == 0:
+        lines.append(f"mov.b32 m, {(0x6400 + half) * 0x10001:#x}; sub.f16x2 $0, p, m; sub.f16x2 $1, q, m;")
+    else:
+        # (1024 + code * 2**shift) * 2**-shift - (1024 * 2**-shift + half), one exact fused operation.
+        scale = (15 - shift) << 10
+        offset = _half_bits(-(1024.0 / (1 << shift) + half))
+        lines.append(f"mov.b32 m, {scale * 0x10001:#x}; mov.b32 t, {offset * 0x10001:#x};")
+        lines.append("fma.rn.f16x2 $0, p, m, t; fma.rn.f16x2 $1, q, m, t;")
     return "{ .reg .b32 t, p, q, m; " + " ".join(lines) + " }"
 
 
+@triton.constexpr_function
+def _half_bits(value):
+    """Bits of a float16, for constants in PTX."""
+    import struct
+
+    return struct.unpack("<H", struct.pack("<e", value))[0]
+
+
+@triton.constexpr_function
+def subnormal_asm(bits, position):
+    """PTX for four stored bytes -> codes at ``position`` times 2**-24 * :func:`plane_gain`, as four float16.
+
+    The bits of a code in the low bits of a float16 are that multiple of its smallest subnormal: no arithmetic at all.
+    """
+    if bits == 8:
+        return "prmt.b32 $0, $2, 0, 0x4140; prmt.b32 $1, $2, 0, 0x4342;"
+    field = (((1 << bits) - 1) << (position * bits)) * 0x10001
+    return (
+        "{ .reg .b32 p, q; prmt.b32 p, $2, 0, 0x4140; prmt.b32 q, $2, 0, 0x4342;"
+        f" and.b32 $0, p, {field:#x}; and.b32 $1, q, {field:#x}; }}"
+    )
+
+
 @triton.jit
-def decode_int(stored, POSITION: tl.constexpr, BITS: tl.constexpr, SIGNED: tl.constexpr):
-    """Stored bytes -> int32 codes at ``POSITION`` of each byte."""
+def decode_int(stored, POSITION: tl.constexpr, BITS: tl.constexpr, SYMMETRIC: tl.constexpr):
+    """Stored bytes -> int32 codes at ``POSITION`` of each byte, signed where ``SYMMETRIC``."""
     field = (stored.to(tl.int32) >> (POSITION * BITS)) & ((1 << BITS) - 1)
-    if SIGNED:
-        field = (field ^ (1 << (BITS - 1))) - (1 << (BITS - 1))
+    if SYMMETRIC:
+        field = field - (1 << (BITS - 1))
     return field
 
 
 @triton.jit
-def decode_half(stored, POSITION: tl.constexpr, BITS: tl.constexpr, SIGNED: tl.constexpr, INTERP: tl.constexpr):
-    """Stored bytes -> float16 codes at ``POSITION`` of each byte, exact; unsigned codes minus half their range."""
+def decode_half(stored, POSITION: tl.constexpr, BITS: tl.constexpr, INTERP: tl.constexpr):
+    """Stored bytes -> float16 codes at ``POSITION`` of each byte minus half their range, exact."""
     if INTERP:
-        code = decode_int(stored, POSITION, BITS, SIGNED)
-        if not SIGNED:
-            code = code - (1 << (BITS - 1))
-        return code.to(tl.float16)
+        return decode_int(stored, POSITION, BITS, True).to(tl.float16)
     else:
         return tl.inline_asm_elementwise(
-            decode_asm(BITS, POSITION, SIGNED), "=r,=r,r", [stored], dtype=tl.float16, is_pure=True, pack=4
+            decode_asm(BITS, POSITION), "=r,=r,r", [stored], dtype=tl.float16, is_pure=True, pack=4
+        )
+
+
+@triton.jit
+def decode_subnormal(stored, POSITION: tl.constexpr, BITS: tl.constexpr, INTERP: tl.constexpr):
+    """Stored bytes -> float16 codes times 2**-24 * plane_gain; cheaper than :func:`decode_half`.
+
+    Compiled, the codes are 0 .. 2**BITS - 1, half the range above what :func:`decode_half` gives; the caller takes that
+    back. Interpreted, they are centered already.
+    """
+    if INTERP:
+        code = decode_int(stored, POSITION, BITS, True).to(tl.float32)
+        return (code * (plane_gain(BITS, POSITION) * SUBNORMAL)).to(tl.float16)
+    else:
+        return tl.inline_asm_elementwise(
+            subnormal_asm(BITS, POSITION), "=r,=r,r", [stored], dtype=tl.float16, is_pure=True, pack=4
         )
 
 
@@ -166,10 +220,30 @@ def is_finite(x):
 
 
 @triton.jit
-def quotient(x, scale):
-    """x / scale in IEEE float32, and 0 where the scale is 0."""
-    flat = scale == 0.0
-    return tl.where(flat, 0.0, tl.div_rn(x, tl.where(flat, 1.0, scale)))
+def quotient(x, scale, INTERP: tl.constexpr):
+    """x / scale rounded as IEEE float32 does, for a scale of 0 x itself; ``scale`` broadcasts along a dim of ``x``.
+
+    One division per scale instead of one per element: multiply by the correctly rounded reciprocal, then correct the
+    quotient twice by its exact remainder. The first correction brings it within an ulp, the second rounds correctly
+    (Markstein, "Computation of elementary functions on the IBM RISC System/6000 processor", 1990, theorem on division
+    with a correctly rounded reciprocal). Scale and x are first multiplied by a power of two that brings the scale into
+    1 .. 2, so that no remainder underflows; an x that underflows has a quotient below 2**-100. Quotients that overflow
+    are not needed: codes are clamped. The interpreter has no fused operation and divides.
+    """
+    scale = tl.where(scale == 0.0, 1.0, scale)
+    if INTERP:
+        return tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+    else:
+        exponent = scale.to(tl.int32, bitcast=True) & 0x7F800000
+        shift = (0x7F000000 - exponent).to(tl.float32, bitcast=True)
+        scale = scale * shift
+        reciprocal = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        x = x * shift
+        scale = tl.broadcast_to(scale, x.shape)
+        reciprocal = tl.broadcast_to(reciprocal, x.shape)
+        q = x * reciprocal
+        q = tl.fma(tl.fma(-q, scale, x), reciprocal, q)
+        return tl.fma(tl.fma(-q, scale, x), reciprocal, q)
 
 
 @triton.jit
