@@ -197,6 +197,48 @@ def test_a_sequence_without_keys_gives_zeros_and_minus_infinity() -> None:
         assert torch.equal(lse[1:], torch.full_like(lse[1:], -torch.inf))
 
 
+@pytest.mark.parametrize("first,last", [(0, 17), (16, 33), (5, 40), (20, 21), (33, 33), (0, 50)])
+@pytest.mark.parametrize("window", [None, 25])
+@pytest.mark.parametrize("format", FORMATS)
+def test_a_partial_sees_its_own_positions_only(format: str, window: int | None, first: int, last: int) -> None:
+    """Stored positions first .. last-1 of a sequence whose queries come later, as a tier is attended.
+
+    Everything outside is poisoned; the partial and the rest merge to the whole.
+    """
+    from kvport import StepArrays
+    from kvport.merge import merge
+
+    cache = support.uniform(format, window=window)
+    sequence = support.fill(cache, 1, 50)
+    backend, store = cache.backend, support.stores(cache)[0]
+    query = support.queries(cache.layout, 0, 2, 4)  # at positions 46 .. 49
+
+    def attend(begin: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        arrays = StepArrays(
+            page_table=torch.tensor([sequence.pages()], dtype=torch.int32),
+            kv_start=torch.tensor([begin], dtype=torch.int32),
+            lengths=torch.tensor([end], dtype=torch.int32),
+            query_starts=torch.tensor([0, 4], dtype=torch.int32),
+            query_positions=torch.tensor([46], dtype=torch.int32),
+        )
+        return backend.attend(store, 0, query, backend.plan(store, arrays), scale=0.2, partial=True)
+
+    whole = attend(0, 50)
+    rest = [attend(0, first), attend(last, 50)]
+    outside = np.zeros((store.pages, 16), np.bool_)
+    for position in range(64):
+        outside[sequence.pages()[position // 16], position % 16] = not first <= position < last
+    support.poison_slots(backend, store, outside)
+    out, lse = attend(first, last)
+    assert out.dtype == torch.float32
+    merged = merge([(out, lse), *rest])
+    for got, wanted in zip(merged, whole, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    if first == last:
+        assert not out.any()
+        assert (lse == -torch.inf).all()
+
+
 # --- features -------------------------------------------------------------------------------------------------------
 
 
