@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,15 +36,20 @@ _KV_HEADS: Final = ("num_key_value_heads", "multi_query_group_num", "num_key_val
 _DTYPE: Final = ("dtype", "torch_dtype")
 _JSON_DTYPES: Final = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
-_FULL, _WINDOW, _CHUNK, _STATE, _NONE, _HYBRID = "full", "window", "chunk", "state", "none", "hybrid"
-#: What the names in ``layer_types`` and ``layers_block_type`` store. ``hybrid``: K and V beside a recurrent state.
+_FULL, _WINDOW, _CHUNK, _STATE, _NONE = "full", "window", "chunk", "state", "none"
+_HYBRID, _HYBRID_WINDOW = "hybrid", "hybrid window"  # K and V beside a recurrent state
+_WINDOWED: Final = (_WINDOW, _HYBRID_WINDOW)
+_STORED: Final = (_FULL, _WINDOW, _CHUNK, _HYBRID, _HYBRID_WINDOW)
+#: What the names in ``layer_types`` and ``layers_block_type`` store.
 _KINDS: Final = {
     "full_attention": _FULL,
     "attention": _FULL,
-    "deepseek_sparse_attention": _FULL,
+    "deepseek_sparse_attention": _FULL,  # beside the keys of an indexer, as indexed_attention
+    "indexed_attention": _FULL,
     "sliding_attention": _WINDOW,
     "chunked_attention": _CHUNK,
     "hybrid": _HYBRID,
+    "hybrid_sliding": _HYBRID_WINDOW,
     "linear_attention": _STATE,
     "mamba": _STATE,
     "mamba2": _STATE,
@@ -72,7 +78,9 @@ _EVERY_NTH_FULL: Final = {
 #: Windows count only where ``use_sliding_window`` says so, from layer ``max_window_layers`` on.
 _LATE_WINDOWED: Final = ("qwen2", "qwen3", "qwen3_moe")
 #: Models whose default head_dim is not hidden size / heads: without the field there is no telling.
-_OWN_HEAD_DIM: Final = ("gemma", "qwen3", "gpt_oss")
+_OWN_HEAD_DIM: Final = re.compile(r"gemma.*|gpt_oss|qwen3|qwen3_next")
+#: Layers that keep K and V more than once.
+_TWICE: Final = ("longcat_flash",)
 _NO_KV: Final = ("mamba", "mamba2", "falcon_mamba", "rwkv", "xlstm", "bert", "roberta")
 #: Fields of a recurrent part. In a config that does not list its layers they leave open which ones are attention.
 _RECURRENT_FIELDS: Final = (
@@ -138,12 +146,12 @@ def read_model_config(source: str | os.PathLike[str] | Config, *, windows: bool 
     config = _text_config(top)
     model = str(config.get("model_type") or top.get("model_type") or "")
     _refuse_foreign(model, top, config)
-    count = _count(config, *_LAYERS, model=model)
+    count = _layer_count(config, model)
     kinds = _kinds(config, model, count)
     notes = _notes(kinds, config)
     if not windows:
-        kinds = [_FULL if kind == _WINDOW else kind for kind in kinds]
-    stored = [number for number, kind in enumerate(kinds) if kind in (_FULL, _WINDOW, _CHUNK, _HYBRID)]
+        kinds = [_FULL if kind in _WINDOWED else kind for kind in kinds]
+    stored = [number for number, kind in enumerate(kinds) if kind in _STORED]
     if not stored:
         raise Unsupported(f"none of the {count} layers of {model or 'this model'} stores K and V")
     specs = [_spec(config, model, number, kinds[number], notes) for number in stored]
@@ -185,11 +193,20 @@ def _refuse_foreign(model: str, top: Config, config: Config) -> None:
     for field in ("cross_attention_layers", "add_cross_attention"):
         if config.get(field):
             raise Unsupported(f"{model or 'this model'} has cross-attention ({field}), which a plan does not cover")
+    if config.get("n_recurrent_layers"):
+        raise Unsupported(f"{model or 'this model'} runs layers in loops (n_recurrent_layers), each with K and V anew")
     if model in _NO_KV:
         raise Unsupported(f"models of type {model} keep no K and V by position: there is no KV cache to plan")
 
 
 # -- which layers ------------------------------------------------------------------------------------------------------
+
+
+def _layer_count(config: Config, model: str) -> int:
+    for field in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
+        if config.get(field) and not any(config.get(name) for name in _LAYERS):
+            return len(config[field])
+    return _count(config, *_LAYERS, model=model) * (2 if model in _TWICE else 1)
 
 
 def _kinds(config: Config, model: str, count: int) -> list[str]:
@@ -286,11 +303,11 @@ def _missing(model: str, field: str, advice: str) -> LayoutError:
 
 def _notes(kinds: Sequence[str], config: Config) -> list[str]:
     notes = []
-    if recurrent := sum(kind in (_STATE, _HYBRID) for kind in kinds):
+    if recurrent := sum(kind in (_STATE, _HYBRID, _HYBRID_WINDOW) for kind in kinds):
         notes.append(f"{recurrent} layers keep a recurrent state of constant size, which is not counted")
     if chunked := kinds.count(_CHUNK):
         notes.append(f"{chunked} layers attend in chunks; kvport keeps all their tokens")
-    if config.get("index_head_dim"):
+    if config.get("index_head_dim") or config.get("index_n_heads"):
         notes.append("the keys of the sparse-attention indexer (index_head_dim) are not counted")
     return notes
 
@@ -303,9 +320,10 @@ def _spec(config: Config, model: str, number: int, kind: str, notes: list[str]) 
     own = _own_fields(config, model, number, kind)
     query_heads = _count(own, *_HEADS, model=model, layer=number)
     window = None
-    if kind == _WINDOW:
-        field = "attention_window_size" if "block_types" in own or "_block_types" in own else "sliding_window"
-        window = _count(own, field, model=model, layer=number)
+    if kind in _WINDOWED:
+        local = "block_types" in own or "_block_types" in own
+        fields = ["attention_window_size"] if local else ["sliding_window", "sliding_window_size"]
+        window = _count(own, *fields, model=model, layer=number)
     if own.get("kv_lora_rank"):
         latent = _count(own, "kv_lora_rank", model=model)
         rope = _count(own, "qk_rope_head_dim", model=model)
@@ -322,8 +340,10 @@ def _spec(config: Config, model: str, number: int, kind: str, notes: list[str]) 
 def _own_fields(config: Config, model: str, number: int, kind: str) -> Config:
     """The config as layer ``number`` sees it: per-layer overrides applied."""
     own: dict[str, Any] = dict(config)
-    overrides = config.get("per_layer_config") or {}
-    own.update(overrides.get(str(number)) or overrides.get(number) or {})
+    if kind in _WINDOWED:  # heads of sliding layers that differ from the others'
+        own.update({name.removeprefix("swa_"): value for name, value in config.items() if name.startswith("swa_")})
+    overrides = {int(layer): fields for layer, fields in (config.get("per_layer_config") or {}).items()}  # "05"
+    own.update(overrides.get(number) or {})
     if model.startswith("gemma4") and kind == _FULL and not overrides:
         if "global_head_dim" not in config:
             raise _missing(model, "global_head_dim", "its full-attention layers have a head_dim of their own")
@@ -359,10 +379,10 @@ def _multi_query(config: Config) -> bool:
 
 
 def _head_dim(config: Config, model: str, number: int, query_heads: int) -> int:
-    for field in ("head_dim", "kv_channels", "attention_head_dim"):
+    for field in ("head_dim", "attention_head_dim", "kv_channels"):
         if config.get(field) is not None:
             return _count(config, field, model=model, layer=number)
-    if model.startswith(_OWN_HEAD_DIM):
+    if _OWN_HEAD_DIM.fullmatch(model):
         raise _missing(model, "head_dim", "models of this family do not derive it from the hidden size")
     hidden = _count(config, *_HIDDEN, model=model)
     if hidden % query_heads:

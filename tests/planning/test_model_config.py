@@ -247,20 +247,55 @@ def test_tensor_parallel_shares_are_whole_heads() -> None:
     assert latent.split(8).layers[0] == LayerSpec(1, 1, 576, 512, latent=True)
 
 
-def test_agrees_with_transformers_own_reading(tmp_path: Path) -> None:
-    """The rules above are transformers': what its config classes fill in themselves is what this module fills in."""
-    transformers = pytest.importorskip("transformers")
-    for name, fields in {
-        "Qwen2Config": {"use_sliding_window": True, "max_window_layers": 1, "sliding_window": 8},
-        "Gemma2Config": {"sliding_window": 8, "head_dim": 64},
-        "Gemma3TextConfig": {"sliding_window": 8, "head_dim": 64, "num_hidden_layers": 7},
-        "Cohere2Config": {"sliding_window": 8},
-        "GptOssConfig": {"sliding_window": 8, "head_dim": 64},
-        "Olmo3Config": {"sliding_window": 8},
-    }.items():
-        given = {**LLAMA, **fields}
-        given.pop("model_type")
-        config = getattr(transformers, name)(**given)
-        own = read_model_config({**given, "model_type": config.model_type})
-        theirs = [8 if kind == "sliding_attention" else None for kind in config.layer_types]
-        assert windows(own) == theirs, name
+def test_sliding_layers_with_heads_of_their_own() -> None:
+    kinds = ["hybrid_sliding", "hybrid"] * 2
+    found = read(layer_types=kinds, sliding_window_size=8, swa_num_key_value_heads=4, swa_head_dim=32)
+    assert [(s.kv_heads, s.key_dim, s.window) for s in found.layers] == [(4, 32, 8), (2, 64, None)] * 2
+    assert "4 layers keep a recurrent state" in found.notes[0]
+
+
+def test_layers_counted_by_their_list() -> None:
+    fields = {"num_hidden_layers": "absent", "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp"]}
+    assert read(**fields).model_layers == (2,)
+
+
+def test_two_attentions_a_layer_and_loops() -> None:
+    assert len(read(model_type="longcat_flash", kv_lora_rank=512, qk_rope_head_dim=64).layers) == 8
+    with pytest.raises(Unsupported, match="n_recurrent_layers"):
+        read(n_recurrent_layers=4)
+
+
+#: Kinds of layers whose K and V transformers keeps by position; ``dummy`` ones read another layer's.
+KEPT = ("full_attention", "sliding_attention", "chunked_attention", "indexed_attention", "hybrid", "hybrid_sliding")
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("llama", "mistral", "mixtral", "qwen2", "qwen2_moe", "qwen3", "phi3", "gemma", "gemma2", "gemma3_text"),
+        *("gemma3n_text", "gemma4_text", "cohere2", "olmo3", "exaone4", "gpt_oss", "llama4_text", "smollm3", "falcon"),
+        *("gpt2", "gpt_bigcode", "gpt_neox", "deepseek_v2", "deepseek_v3", "deepseek_v32", "minimax", "qwen3_next"),
+        *("jamba", "zamba2", "nemotron_h", "recurrent_gemma", "falcon_h1", "lfm2", "longcat_flash", "kimi_linear"),
+    ],
+)
+def test_agrees_with_transformers_own_reading(name: str) -> None:
+    """Default configs, written as config.json: the same layers, windows and head dims as transformers' own classes."""
+    auto = pytest.importorskip("transformers.models.auto.configuration_auto")
+    cache_utils = pytest.importorskip("transformers.cache_utils")
+    if name not in auto.CONFIG_MAPPING:
+        pytest.skip(f"this transformers has no {name}")
+    config = auto.CONFIG_MAPPING[name]()
+    text = config.get_text_config(decoder=True)
+    kinds, options = cache_utils.get_layer_types_and_kwargs(text)
+    found = read_model_config(json.loads(json.dumps(config.to_dict(), default=str)))
+    own = {n: spec for n, spec in zip(found.model_layers, found.layers, strict=True) if spec.shares is None}
+    theirs = {n: kind for n, kind in enumerate(kinds) if kind in KEPT}
+    assert list(own) == list(theirs)
+    for number, kind in theirs.items():
+        window = options[number]["sliding_window"] if "sliding" in kind else None
+        assert own[number].window == window
+        layer = text.per_layer_config[number]
+        if not own[number].latent and getattr(layer, "head_dim", None):
+            assert own[number].key_dim == layer.head_dim
+        if not own[number].latent and getattr(layer, "num_key_value_heads", None) and name != "falcon":
+            assert own[number].kv_heads == layer.num_key_value_heads
