@@ -16,7 +16,6 @@ import contextlib
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -141,10 +140,10 @@ class Recipe(ScaleSource):
             "notes": json.dumps(self.notes),
             "digest": self.digest(),
         }
-        handle, temporary = tempfile.mkstemp(prefix=target.name, suffix=".tmp", dir=target.parent)
-        os.close(handle)
+        # Neither mkstemp nor safetensors' own file: those are for their owner alone, and a recipe is to be shared.
+        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
         try:
-            safetensors.torch.save_file(tensors, temporary, metadata)
+            temporary.write_bytes(safetensors.torch.save(tensors, metadata))
             os.replace(temporary, target)
         except BaseException:
             with contextlib.suppress(FileNotFoundError):

@@ -58,6 +58,24 @@ def test_a_file_brings_everything_back(tmp_path: Path, format: str) -> None:
         assert a.fingerprint == b.fingerprint
 
 
+def test_writing_is_atomic_and_leaves_nothing_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "recipe.safetensors"
+    recipe().save(path)
+    before = path.read_bytes()
+    (tmp_path / "other").touch()
+    assert path.stat().st_mode == (tmp_path / "other").stat().st_mode  # readable by whoever may read other files
+    (tmp_path / "other").unlink()
+
+    def fail(*args: object) -> None:
+        raise OSError("the disk is full")
+
+    monkeypatch.setattr("kvport.recipes.os.replace", fail)
+    with pytest.raises(OSError, match="the disk is full"):
+        recipe("nvfp4:static").save(path)
+    assert path.read_bytes() == before
+    assert list(tmp_path.iterdir()) == [path]
+
+
 def test_the_fingerprint_follows_the_scales() -> None:
     other = recipe()
     changed = Recipe(
