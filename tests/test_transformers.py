@@ -189,6 +189,12 @@ def test_a_second_turn_reuses_the_cache(llama: Any) -> None:
     assert torch.equal(cache.second, expected.second)
 
 
+def test_an_assistant_model_proposes_and_the_cache_crops(llama: Any) -> None:
+    assistant = model_of("qwen2")
+    expected = generate(llama, PROMPT, stock(llama), assistant_model=assistant)
+    assert torch.equal(generate(llama, PROMPT, ours(llama), assistant_model=assistant), expected)
+
+
 def test_the_old_argument_name_works_too(llama: Any) -> None:
     with pytest.warns(FutureWarning, match="past_key_values"):
         found = llama.generate(PROMPT, past_key_values=ours(llama), max_new_tokens=6, do_sample=False)
@@ -270,6 +276,21 @@ def test_formats_with_tiers_run(llama: Any, text: str, mode: str) -> None:
     cache.paged.check()
     cache.reset()
     assert cache.bytes() == 0
+
+
+def test_static_scales_are_handed_through(llama: Any) -> None:
+    text = "int8:head:static"
+    side = kvport.SideScales(torch.tensor([0.02, 0.03]))
+    scales = {layer: kvport.LayerScales(side, side) for layer in range(3)}
+    cache = ours(llama, format=text, scales=scales)
+    torch.manual_seed(1)
+    key = torch.randn(1, 2, 6, 16)
+    for layer in range(3):
+        found, _ = cache.update(key, key, layer)
+    scale = torch.tensor([0.02, 0.03]).view(1, 2, 1, 1)
+    torch.testing.assert_close(found, (key / scale).round().clamp(-127, 127) * scale, rtol=0, atol=0)
+    with pytest.raises(kvport.ScaleError):
+        ours(llama, format=text)
 
 
 def test_mla_latents_quantize() -> None:
@@ -452,6 +473,15 @@ def test_reset_after_half_a_forward_just_resets(llama: Any) -> None:
     stopped(llama, PROMPT, cache, 1)
     cache.reset()
     assert (cache.bytes(), cache.get_seq_length()) == (0, 0)
+
+
+def test_rows_of_a_first_forward_that_stopped_bind_nobody(llama: Any) -> None:
+    cache = ours(llama)
+    stopped(llama, PADDED, cache, 1)
+    with pytest.raises(kvport.StepError, match="0 tokens"):
+        forward(llama, PROMPT, cache)
+    forward(llama, PROMPT, cache)
+    assert (cache.batch_size, cache.get_seq_length()) == (1, 11)
 
 
 def test_a_layer_updated_twice_is_refused(llama: Any) -> None:

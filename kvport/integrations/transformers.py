@@ -21,7 +21,7 @@ cache; the attention mask hides it. Beams are forks that share pages.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -92,7 +92,8 @@ class KVPortCache(Cache):  # type: ignore[misc]  # transformers is not typed
         page_size: tokens in a page.
         dtype: the model's float dtype; default: the config's, else that of the first K.
         layers: instead of what the config says, the geometry of every layer that stores K and V, in order.
-        scales: static scales by model layer, for formats that say ``static``.
+        scales: static scales for formats that say ``static``: a recipe, or :class:`kvport.LayerScales` by layer, the
+            layers that store K and V counted from 0.
 
     Raises:
         Unsupported: a model with another state than K and V by position (recurrent layers, indexers,
@@ -110,7 +111,7 @@ class KVPortCache(Cache):  # type: ignore[misc]  # transformers is not typed
         page_size: int = DEFAULT_PAGE_SIZE,
         dtype: torch.dtype | None = None,
         layers: Iterable[LayerSpec] | None = None,
-        scales: dict[int, LayerScales] | None = None,
+        scales: Mapping[int, LayerScales] | None = None,
     ) -> None:
         if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
             raise InvalidArgument(f"tokens must be a positive integer, or None for a cache that grows; got {tokens!r}")
@@ -127,7 +128,7 @@ class KVPortCache(Cache):  # type: ignore[misc]  # transformers is not typed
         self._layout = CacheLayout(specs, CacheFormat.parse(format), page_size, self._dtype)
         self._device, self._tokens = device, tokens
         self._local = {number: local for local, number in enumerate(stored)}
-        self._scales = None if scales is None else {self._local[number]: s for number, s in scales.items()}
+        self._scales = scales
         # The smallest cache that can be: whatever backend and format cannot do shows here, not at the first forward.
         self._paged = self._open(2)
         self._rows: list[Sequence] = []
@@ -166,7 +167,8 @@ class KVPortCache(Cache):  # type: ignore[misc]  # transformers is not typed
 
     def _begin(self, key: Tensor) -> Step:
         rows, _, tokens, _ = key.shape
-        if not self._rows:
+        if not self._length:
+            self.reset()  # rows of a forward that did not come to an end say nothing
             if key.dtype != self._dtype and not self._dtype_given:
                 self._dtype = key.dtype
                 self._layout = replace(self._layout, dtype=key.dtype)
