@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -18,8 +19,10 @@ SHORT, LONG = 2048, 8192
 
 def peak_bytes(call: Callable[[], Any]) -> int:
     """The most bytes that were allocated at once during ``call``, beyond what was before."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
-        result = call()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # CUDA builds of torch warn once about what a profiler keeps
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as recorded:
+            result = call()
     events = [e for e in recorded.profiler.kineto_results.events() if e.name() == "[memory]"]  # type: ignore[union-attr]
     assert events, "the profiler recorded no allocations"
     live = peak = 0
