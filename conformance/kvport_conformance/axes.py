@@ -158,6 +158,21 @@ HALF_GEOMETRIES: Final = tuple(
     geometry(2, 4, 64, page_size, dtype=dtype) for dtype in ("bfloat16", "float16") for page_size in (16, 128)
 )
 
+#: Half-precision models on pages of 32 and 128 tokens, and the formats of each: what a chip can do whose attention
+#: takes 16-bit queries only, pages that are multiples of 32, and static scales only in the query's dtype.
+HALF_MODELS: Final = (
+    geometry(2, 8, 64, 32, dtype="bfloat16"),
+    geometry(2, 8, 128, 32, dtype="float16"),
+    geometry(2, 8, 128, 128, dtype="bfloat16"),
+    geometry(2, 8, 64, 128, dtype="float16"),
+)
+HALF_FORMATS: Final = {
+    dtype: ("int8", *(f"int8:{granularity}:static:scale={code}" for granularity in ("channel", "head", "tensor")), code)
+    for dtype, code in (("bfloat16", "bf16"), ("float16", "fp16"))
+}
+#: One KV head under ten query heads, which a layout of int8 pages in fractals is documented for.
+FRACTAL: Final = geometry(1, 10, 128, 128, dtype="bfloat16")
+
 
 # --- products -------------------------------------------------------------------------------------------------------
 
@@ -215,11 +230,33 @@ def product(
     return [Variant(f, g, tier, chosen) for f in formats for g in shapes if fits(f, g)]
 
 
+def half_models(**options: int | str) -> list[Variant]:
+    """Quick: int8 per token and per channel of half-precision models on small pages. Full: all their formats."""
+    first, second = HALF_MODELS[:2]
+    shapes = (*HALF_MODELS, FRACTAL)
+    return [
+        *product(HALF_FORMATS[first.dtype][:2], (first,), "quick", **options),
+        *product(HALF_FORMATS[second.dtype][1:2], (second,), "quick", **options),
+        *(v for shape in shapes for v in product(HALF_FORMATS[shape.dtype], (shape,), "full", **options)),
+    ]
+
+
+def every_half_model(**options: int | str) -> list[Variant]:
+    """Quick: int8 per token and per channel of every half-precision model, float pages of one. Full: as above."""
+    return [
+        *(v for shape in HALF_MODELS for v in product(HALF_FORMATS[shape.dtype][:2], (shape,), "quick", **options)),
+        *product(HALF_FORMATS[HALF_MODELS[0].dtype][-1:], HALF_MODELS[:1], "quick", **options),
+        *product(HALF_FORMATS[FRACTAL.dtype][1:2], (FRACTAL,), "quick", **options),
+        *half_models(**options),
+    ]
+
+
 def every_format(**options: int | str) -> list[Variant]:
     """Quick: every format at the base geometry, the core formats at the model geometry. Full: everything."""
     return [
         *product(FORMATS, (BASE,), "quick", **options),
         *product(CORE, (MODEL,), "quick", **options),
+        *half_models(**options),
         *product(FORMATS, GEOMETRIES, "full", **options),
     ]
 
@@ -229,6 +266,7 @@ def families(**options: int | str) -> list[Variant]:
     return [
         *product(FAMILIES, (BASE,), "quick", **options),
         *product(CORE, (MODEL,), "quick", **options),
+        *half_models(**options),
         *product(FORMATS, GEOMETRIES, "full", **options),
     ]
 
@@ -239,7 +277,17 @@ def every_geometry(**options: int | str) -> list[Variant]:
         *product(("int8",), GEOMETRIES, "quick", **options),
         *product(("int4:g16:asym",), GEOMETRIES[3:7], "quick", **options),
         *product(("int8",), HALF_GEOMETRIES[::2], "quick", **options),
+        *every_half_model(**options),
         *product(FORMATS, (*GEOMETRIES, *HALF_GEOMETRIES), "full", **options),
+    ]
+
+
+def half_kinds(**options: int | str) -> list[Variant]:
+    """Quick: dynamic and static int8 of one half-precision model each."""
+    first, second = HALF_MODELS[:2]
+    return [
+        *product(HALF_FORMATS[first.dtype][:1], (first,), "quick", **options),
+        *product(HALF_FORMATS[second.dtype][1:2], (second,), "quick", **options),
     ]
 
 
@@ -247,5 +295,6 @@ def kinds(*geometries: Geometry, **options: int | str) -> list[Variant]:
     """Quick: one format of each kind at these geometries. Full: every format."""
     return [
         *product(KINDS, geometries or (BASE,), "quick", **options),
+        *half_kinds(**options),
         *product(FORMATS, geometries or (BASE, MODEL), "full", **options),
     ]

@@ -31,6 +31,7 @@ from kvport_conformance.cases import Case
 from kvport_conformance.content import Content, Ids
 from kvport_conformance.figures import Figures
 from kvport_conformance.oracle_floats import Array, Float32Array
+from kvport_conformance.profiles import profiles_of
 from kvport_conformance.tensors import (
     DTYPES,
     fill_bytes,
@@ -98,6 +99,7 @@ class Bench:
             "check": case.check,
             "format": case.format,
             "geometry": case.geometry.name,
+            "profiles": list(profiles_of(case)),
         }
 
     def run(self) -> None:

@@ -19,17 +19,18 @@ PATH: Final = Path(__file__).parent / "manifest.json"
 
 def build() -> dict[str, Any]:
     """The manifest of the table of cases."""
+    from kvport_conformance.axes import TIERS
     from kvport_conformance.cases import all_cases
     from kvport_conformance.profiles import PROFILES, profiles_of
 
     cases: dict[str, dict[str, dict[str, str]]] = {}
-    counts = dict.fromkeys((profile.name for profile in PROFILES), 0)
+    counts = {profile.name: dict.fromkeys(TIERS, 0) for profile in PROFILES}
     for case in all_cases():
         check = cases.setdefault(case.tier, {}).setdefault(f"{case.chapter}/{case.check}", {})
         rest = case.id.removeprefix(f"{case.chapter}/{case.check}/{case.format}/")
         check[case.format] = f"{check[case.format]} {rest}" if case.format in check else rest
         for name in profiles_of(case):
-            counts[name] += 1
+            counts[name][case.tier] += 1
     return {
         "suite_version": SUITE_VERSION,
         "profiles": {profile.name: {"summary": profile.summary, "cases": counts[profile.name]} for profile in PROFILES},

@@ -11,6 +11,7 @@ Layout of schema version 1::
     run          command, seed, formats, chapter, tier, exit_status, seconds
     counts       pass, fail, unsupported, error
     cases        [{id, chapter, outcome, seconds, reason, ...what the case measured}], sorted by id
+    digest       sha256 over the canonical JSON of the rest (see kvport.reports.reading, which has the schema too)
 """
 
 from __future__ import annotations
@@ -111,8 +112,10 @@ def unwritable(path: Path) -> str:
 
 
 def write(path: Path, report: Mapping[str, Any]) -> None:
-    """Write ``report`` to ``path`` in one move: a reader sees the old file or the whole new one."""
-    text = json.dumps(plain(report), indent=1, allow_nan=False) + "\n"
+    """Write ``report``, sealed, to ``path`` in one move: a reader sees the old file or the whole new one."""
+    from kvport.reports.reading import sealed
+
+    text = json.dumps(sealed(plain(report)), indent=1, allow_nan=False) + "\n"
     handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.", suffix=".tmp")
     try:
         with open(handle, "w", encoding="utf-8") as file:

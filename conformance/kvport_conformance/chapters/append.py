@@ -7,7 +7,18 @@ from typing import Final
 import numpy as np
 
 from kvport_conformance import inputs
-from kvport_conformance.axes import BASE, CORE, DYNAMIC_FORMATS, FORMATS, MODEL, every_format, every_geometry, product
+from kvport_conformance.axes import (
+    BASE,
+    CORE,
+    DYNAMIC_FORMATS,
+    FORMATS,
+    HALF_MODELS,
+    MODEL,
+    every_format,
+    every_geometry,
+    half_kinds,
+    product,
+)
 from kvport_conformance.bench import Bench
 from kvport_conformance.cases import check
 from kvport_conformance.oracle_floats import Array, BoolArray
@@ -70,6 +81,7 @@ def split(bench: Bench) -> None:
 @check(
     CHAPTER,
     [v for dtype in HALVES for v in product(("fp32", "bf16", "int8", "int4:g16:asym"), (BASE,), dtype=dtype)]
+    + [v for dtype in ("float32", *HALVES) for v in product(("int8",), HALF_MODELS[:1], dtype=dtype)]
     + [v for dtype in HALVES for v in product(FORMATS, (BASE, MODEL), "full", dtype=dtype)],
 )
 def input_dtypes(bench: Bench) -> None:
@@ -86,6 +98,7 @@ def input_dtypes(bench: Bench) -> None:
 @check(
     CHAPTER,
     [v for form in FORMS[1:] for v in product(("bf16", "int8", "int4:g16"), (BASE,), form=form)]
+    + [v for form in FORMS[1:] for v in half_kinds(form=form)]
     + [v for form in FORMS[1:] for v in product(FORMATS, (BASE, MODEL), "full", form=form)],
 )
 def strided(bench: Bench) -> None:
@@ -157,7 +170,7 @@ def overwritten(bench: Bench) -> None:
     held.check()
 
 
-@check(CHAPTER, product(DYNAMIC_FORMATS, (BASE,)) + product(CORE, (MODEL,), "full"))
+@check(CHAPTER, product(DYNAMIC_FORMATS, (BASE,)) + half_kinds() + product(CORE, (MODEL,), "full"))
 def batch_mates(bench: Bench) -> None:
     """Tokens a million times larger, or not finite, in the same call leave a token's codes and scales alone."""
     layout = bench.layout()

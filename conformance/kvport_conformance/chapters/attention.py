@@ -19,12 +19,14 @@ from kvport_conformance.axes import (
     every_geometry,
     families,
     geometry,
+    half_kinds,
+    half_models,
     kinds,
     product,
 )
 from kvport_conformance.bench import Bench, Held, Row
 from kvport_conformance.cases import check
-from kvport_conformance.tensors import FORMS
+from kvport_conformance.tensors import FORMS, to_torch
 from kvport_conformance.verdicts import Disagreement
 
 CHAPTER: Final = "attention"
@@ -152,9 +154,11 @@ def half_queries(bench: Bench) -> None:
 
 def _few() -> list[Variant]:
     shapes = (BASE, *HALF_GEOMETRIES[::2])
-    return product(("int8", "int4:g16", "int8:channel:static:scale=bf16", "fp8_e4m3"), shapes) + product(
-        FORMATS, (*shapes, MODEL, *HALF_GEOMETRIES[1::2]), "full"
-    )
+    return [
+        *product(("int8", "int4:g16", "int8:channel:static:scale=bf16", "fp8_e4m3"), shapes),
+        *half_models(),
+        *product(FORMATS, (*shapes, MODEL, *HALF_GEOMETRIES[1::2]), "full"),
+    ]
 
 
 @check(CHAPTER, _few())
@@ -174,7 +178,7 @@ def few_tokens(bench: Bench) -> None:
 
 @check(
     CHAPTER,
-    [v for form in FORMS[1:] for v in product(("int8",), (BASE,), form=form)]
+    [v for form in FORMS[1:] for v in (*product(("int8",), (BASE,), form=form), *half_kinds(form=form))]
     + [v for form in FORMS[1:] for v in product(FORMATS, (BASE, MODEL), "full", form=form)],
 )
 def strided_queries(bench: Bench) -> None:
@@ -216,9 +220,8 @@ def owned_outputs(bench: Bench) -> None:
     layout = bench.layout()
     length = layout.page_size + 5
     held, pages = _sequence(bench, length)
-    device = bench.backend.torch_device
     plan = held.plan([Row(pages, length, 2)])
-    query = torch.from_numpy(bench.queries(layout, 2)).to(device)
+    query = to_torch(bench.queries(layout, 2), bench.dtype, bench.backend.torch_device)
     scale = layout.key_dim**-0.5
     out, lse = bench.backend.attend(held.store, 0, query, plan.plan, scale=scale)
     kept = out.clone(), lse.clone(), query.clone()
@@ -226,11 +229,11 @@ def owned_outputs(bench: Bench) -> None:
     held.append_run(0, pages, 0, 3, stream="later")
     held.gather(0, [Row(pages, length)])
     for name, now, then in (("output", out, kept[0]), ("LSE", lse, kept[1]), ("query argument", query, kept[2])):
-        if not torch.equal(now, then):
+        if not torch.equal(torch.nan_to_num(now), torch.nan_to_num(then)):
             raise Disagreement(f"the {name} of an attend changed when the backend worked again")
 
 
-@check(CHAPTER, product(KINDS, (BASE,)) + product(FORMATS, (MODEL,), "full"))
+@check(CHAPTER, product(KINDS, (BASE,)) + half_kinds() + product(FORMATS, (MODEL,), "full"))
 def steep(bench: Bench) -> None:
     """Scores of several hundred, of either sign: the softmax neither overflows nor loses its smallest terms."""
     layout = bench.layout()
@@ -287,7 +290,7 @@ def read_only(bench: Bench) -> None:
             raise Disagreement(f"reading changed buffer {name!r}")
 
 
-@check(CHAPTER, product(("int8",), (BASE,)))
+@check(CHAPTER, product(("int8",), (BASE,)) + half_kinds())
 def shuffled_batch(bench: Bench) -> None:
     """Sequences in another order in the batch, with their pages on other ids, give the same outputs."""
     layout = bench.layout()

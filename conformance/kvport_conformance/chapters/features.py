@@ -140,7 +140,7 @@ def _partials() -> list[Variant]:
     return families() + product(("int8",), (geometry(2, 4, 64, 16, window=40),))
 
 
-@check(CHAPTER, _partials())
+@check(CHAPTER, _partials(), requires=("lse",))
 def partials(bench: Bench) -> None:
     """Partials over parts of the keys are float32 and, merged by their LSE, are attention over all of them."""
     layout = bench.layout()
@@ -191,5 +191,6 @@ def inherited_arguments(bench: Bench) -> None:
     if "sinks" in declared:
         held.attend(0, plan, query, sinks=sinks(bench))
     held.attend(0, plan, query, scale=0.4)
-    held.attend(0, plan, query, partial=True)
+    if "lse" in declared:
+        held.attend(0, plan, query, partial=True)
     held.attend(0, plan, query)

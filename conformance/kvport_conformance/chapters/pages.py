@@ -17,6 +17,7 @@ from kvport_conformance.axes import (
     every_geometry,
     families,
     geometry,
+    half_models,
     kinds,
     product,
 )
@@ -33,7 +34,9 @@ SWEEP: Final = tuple(geometry(1, 2, 64, size, layers=1) for size in (16, 48, 128
 
 @check(
     CHAPTER,
-    product(KINDS, SWEEP[:1]) + product(("int8",), SWEEP[1:]) + product(FORMATS, (*SWEEP, BASE, MODEL), "full"),
+    product(KINDS, SWEEP[:1])
+    + product(("int8",), (*SWEEP[1:], geometry(1, 2, 64, 32, layers=1, dtype="bfloat16")))
+    + product(FORMATS, (*SWEEP, BASE, MODEL), "full"),
 )
 def every_length(bench: Bench) -> None:
     """Decode at every length 1 .. 3 * page_size + 1, with later tokens of the same pages in the masked lanes."""
@@ -63,7 +66,7 @@ def last_page(bench: Bench) -> None:
     held.check(layers=[1])
 
 
-@check(CHAPTER, product((*STATIC_FORMATS, "mxfp4", "fp8_e4m3", "int8", "int4"), (BASE,)) + kinds(MODEL))
+@check(CHAPTER, product((*STATIC_FORMATS, "mxfp4", "fp8_e4m3", "int8", "int4"), (BASE,)) + half_models() + kinds(MODEL))
 def extreme_bytes(bench: Bench) -> None:
     """Unwritten slots that hold the largest codes, zeros or infinities are never read either."""
     layout = bench.layout()

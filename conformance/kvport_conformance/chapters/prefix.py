@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from kvport.errors import OutOfPages
-from kvport_conformance.axes import BASE, every_geometry, families, kinds, product
+from kvport_conformance.axes import BASE, HALF_MODELS, every_geometry, families, kinds, product
 from kvport_conformance.bench import Bench, Row
 from kvport_conformance.cases import check
 from kvport_conformance.served import Served
@@ -163,7 +163,7 @@ def rolled_back(bench: Bench) -> None:
     served.check()
 
 
-@check(CHAPTER, product(("int8", "int4:g16:asym"), (BASE,)))
+@check(CHAPTER, product(("int8", "int4:g16:asym"), (BASE,)) + product(("int8",), HALF_MODELS[:1], "full"))
 def long_stress(bench: Bench) -> None:
     """A few hundred forks, appends, truncations and frees in a small pool, in an order drawn from the seed."""
     from kvport_conformance import inputs

@@ -10,16 +10,29 @@ import torch
 from kvport.backend import FEATURES, OPERATIONS, Support, operations
 from kvport.errors import KVPortError, Unsupported
 from kvport_conformance import allocation, bounds
-from kvport_conformance.axes import BASE, CORE, FORMATS, KINDS, MODEL, families, geometry, kinds, product
+from kvport_conformance.axes import (
+    BASE,
+    CORE,
+    FORMATS,
+    HALF_MODELS,
+    KINDS,
+    MODEL,
+    every_half_model,
+    families,
+    geometry,
+    half_kinds,
+    kinds,
+    product,
+)
 from kvport_conformance.bench import FILL, Bench, Row, group_layout
 from kvport_conformance.cases import check
-from kvport_conformance.tensors import fill_bytes
+from kvport_conformance.tensors import fill_bytes, to_torch
 from kvport_conformance.verdicts import Disagreement, NotSupported
 
 CHAPTER: Final = "robustness"
 
 
-@check(CHAPTER, product(FORMATS, (BASE, MODEL)))
+@check(CHAPTER, product(FORMATS, (BASE, MODEL)) + every_half_model())
 def honest_support(bench: Bench) -> None:
     """support() answers the same twice, names its reasons, and allocate does what it said: all of it, or refuses."""
     shape = bench.geometry
@@ -48,7 +61,7 @@ def honest_support(bench: Bench) -> None:
     raise NotSupported("; ".join(first.reasons))
 
 
-@check(CHAPTER, product(("int8",), (BASE, MODEL)))
+@check(CHAPTER, product(("int8",), (BASE, MODEL, HALF_MODELS[0])))
 def identity(bench: Bench) -> None:
     """Name, device, execution, facts and the list of native operations are there and of the right kind."""
     backend: Any = bench.backend
@@ -137,7 +150,7 @@ def bounded_workspace(bench: Bench) -> None:
     pages = bench.shuffled_pages(held.pages, held.pages - 1)
     for first in range(0, lengths[1], 2048):
         held.append_run(0, pages, first, first + 2048)
-    query = torch.from_numpy(bench.queries(layout, 2)).to(bench.backend.torch_device)
+    query = to_torch(bench.queries(layout, 2), bench.dtype, bench.backend.torch_device)
     peaks = []
     for length in lengths:
         plan = held.plan([Row(pages[: layout.pages_for(length)], length, 2)])
@@ -156,7 +169,7 @@ def bounded_workspace(bench: Bench) -> None:
         )
 
 
-@check(CHAPTER, product(KINDS, (BASE,)))
+@check(CHAPTER, product(KINDS, (BASE,)) + half_kinds())
 def scattered_threads(bench: Bench) -> None:
     """Slots of a call may come from many pages in any order, some skipped: each token lands in its own."""
     layout = bench.layout()
@@ -173,7 +186,7 @@ def scattered_threads(bench: Bench) -> None:
     held.check()
 
 
-@check(CHAPTER, product(("int8",), (BASE,)))
+@check(CHAPTER, product(("int8",), (BASE, HALF_MODELS[0])))
 def gathered_dtypes(bench: Bench) -> None:
     """gather converts to the dtype asked for, to nearest even, and accepts int64 tables."""
     layout = bench.layout()

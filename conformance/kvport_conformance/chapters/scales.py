@@ -14,6 +14,8 @@ from kvport_conformance.axes import (
     CORE,
     DYNAMIC_FORMATS,
     FORMATS,
+    HALF_FORMATS,
+    HALF_MODELS,
     MODEL,
     PAIR_FORMATS,
     SMALL_FLOAT_FORMATS,
@@ -22,6 +24,7 @@ from kvport_conformance.axes import (
     every_format,
     every_geometry,
     families,
+    half_kinds,
     kinds,
     product,
 )
@@ -181,7 +184,11 @@ def edited_code(bench: Bench) -> None:
 
 
 def _scaled() -> list[Variant]:
-    return product((*DYNAMIC_FORMATS, *SMALL_FLOAT_FORMATS[:2]), (BASE,)) + product(CORE[1:], (MODEL,))
+    return [
+        *product((*DYNAMIC_FORMATS, *SMALL_FLOAT_FORMATS[:2]), (BASE,)),
+        *product(CORE[1:], (MODEL,)),
+        *product(("int8",), HALF_MODELS[:2]),
+    ]
 
 
 @check(CHAPTER, _scaled())
@@ -211,7 +218,11 @@ def edited_scale(bench: Bench) -> None:
         held.gather(0, [Row(pages, length)])
 
 
-@check(CHAPTER, product((*STATIC_FORMATS, "fp8_e4m3:tensor:static", "nvfp4:static", PAIR_FORMATS[3]), (BASE, MODEL)))
+@check(
+    CHAPTER,
+    product((*STATIC_FORMATS, "fp8_e4m3:tensor:static", "nvfp4:static", PAIR_FORMATS[3]), (BASE, MODEL))
+    + [v for shape in HALF_MODELS[:2] for v in product(HALF_FORMATS[shape.dtype][1:4], (shape,))],
+)
 def static_scales(bench: Bench) -> None:
     """Static scales are those of the layer, K's for K and V's for V: other scales, other codes, other outputs."""
     layout = bench.layout()
@@ -300,7 +311,12 @@ def nothing_hidden(bench: Bench) -> None:
             raise Disagreement(f"export, attend or gather changed buffer {name!r}")
 
 
-@check(CHAPTER, product(DYNAMIC_FORMATS, (BASE,)) + product(SMALL_FLOAT_FORMATS, (BASE,)) + product(CORE, (MODEL,)))
+@check(
+    CHAPTER,
+    product((*DYNAMIC_FORMATS, *SMALL_FLOAT_FORMATS), (BASE,))
+    + product(CORE, (MODEL,))
+    + product(("int8",), HALF_MODELS[:2]),
+)
 def poison_stays(bench: Bench) -> None:
     """A NaN or infinity given to append is NaN in its own group for good, and nowhere else."""
     layout = bench.layout()
@@ -320,7 +336,7 @@ def poison_stays(bench: Bench) -> None:
     held.attend(0, [Row(pages, 2), Row(pages, length)], bench.queries(layout, 2))
 
 
-@check(CHAPTER, product(STATIC_FORMATS, (BASE,)), requires=("poison",))
+@check(CHAPTER, product(STATIC_FORMATS, (BASE,)) + half_kinds()[1:], requires=("poison",))
 def flagged_pages(bench: Bench) -> None:
     """A NaN that a static integer format stores as code 0 raises its page's flag, until the page begins anew."""
     layout = bench.layout()
@@ -354,7 +370,7 @@ def _flags(bench: Bench, held: Held, wanted: set[tuple[int, int]]) -> None:
         raise Disagreement(f"poisoned() flags (layer, page) {sorted(found)}, must be {sorted(wanted)}")
 
 
-@check(CHAPTER, product(("fp32", "int8", "nvfp4"), (BASE,)))
+@check(CHAPTER, product(("fp32", "int8", "nvfp4"), (BASE,)) + product(("int8", "bf16"), HALF_MODELS[:1]))
 def never_poisoned(bench: Bench) -> None:
     """Formats that keep NaN visible in scale or code never raise a flag."""
     held, pages, _ = _ready(bench)

@@ -7,7 +7,7 @@ from typing import Final
 import numpy as np
 
 from kvport_conformance import inputs
-from kvport_conformance.axes import BASE, MODEL, families, product
+from kvport_conformance.axes import BASE, HALF_FORMATS, HALF_MODELS, MODEL, families, product
 from kvport_conformance.bench import FILL, Bench, Row
 from kvport_conformance.cases import check
 from kvport_conformance.tiered import Tiered
@@ -32,6 +32,8 @@ TIERED: Final = (
     "k=int4:c16,v=int4:g16",
     "mxfp4,recent=1",
 )
+#: Tiers of a half-precision model: near pages in its own dtype.
+HALF_TIERED: Final = ("int8,recent=20", "int8:channel:static:scale=bf16,sink=4,recent=33")
 
 
 @check(
@@ -42,7 +44,7 @@ def sealed(bench: Bench) -> None:
     """Sealing encodes whole pages of a float store, K and V together, as the definition says, and nothing else."""
     layout = bench.layout()
     size = layout.page_size
-    for near_format in ("fp32", "bf16"):
+    for near_format in ("fp32", "bf16") if bench.dtype == "float32" else (HALF_FORMATS[bench.dtype][-1],):
         near, far = bench.held(6, bench.layout(near_format)), bench.held(7, layout)
         near.fill_sequence([5, 1, 3], 3 * size)
         for layer in range(layout.layers):
@@ -78,7 +80,7 @@ def sealed_foreign(bench: Bench) -> None:
     held.check()
 
 
-@check(CHAPTER, product(TIERED, (BASE,)))
+@check(CHAPTER, product(TIERED, (BASE,)) + product(HALF_TIERED, HALF_MODELS[:1]), requires=("lse",))
 def replayed(bench: Bench) -> None:
     """Steps of many sizes: which tokens are near and which far is exactly the rule's, and outputs follow from it."""
     tiered = Tiered(bench, 24, 24)
@@ -92,7 +94,7 @@ def replayed(bench: Bench) -> None:
         tiered.check()
 
 
-@check(CHAPTER, product(TIERED, (BASE,)))
+@check(CHAPTER, product(TIERED, (BASE,)) + product(HALF_TIERED, HALF_MODELS[:1]), requires=("lse",))
 def forked_tiers(bench: Bench) -> None:
     """Forks and truncations of tiered sequences: the near tail is each branch's own, sealed pages are shared."""
     tiered = Tiered(bench, 24, 40)
@@ -109,7 +111,7 @@ def forked_tiers(bench: Bench) -> None:
     tiered.check()
 
 
-@check(CHAPTER, product(TIERED[:3], (BASE,)))
+@check(CHAPTER, product(TIERED[:3], (BASE,)) + product(HALF_TIERED[:1], HALF_MODELS[:1]), requires=("lse",))
 def pinned(bench: Bench) -> None:
     """Pages of pinned tokens stay in higher precision whole, those of another sequence do not."""
     tiered = Tiered(bench, 24, 24)
@@ -120,7 +122,7 @@ def pinned(bench: Bench) -> None:
     tiered.check()
 
 
-@check(CHAPTER, product(TIERED, (BASE,), "full"))
+@check(CHAPTER, product(TIERED, (BASE,), "full") + product(HALF_TIERED, HALF_MODELS[:1], "full"), requires=("lse",))
 def long_replay(bench: Bench) -> None:
     """Sixty steps of sizes drawn from the seed."""
     tiered = Tiered(bench, 80, 60)

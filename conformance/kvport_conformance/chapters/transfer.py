@@ -11,11 +11,22 @@ import torch
 
 from kvport.image import PageImage
 from kvport.sequences import Sequence
-from kvport_conformance.axes import BASE, CORE, FORMATS, KINDS, MODEL, every_format, families, geometry, product
+from kvport_conformance.axes import (
+    BASE,
+    CORE,
+    FORMATS,
+    KINDS,
+    MODEL,
+    every_format,
+    families,
+    geometry,
+    half_kinds,
+    product,
+)
 from kvport_conformance.bench import Bench, Row
 from kvport_conformance.cases import check
 from kvport_conformance.served import Served
-from kvport_conformance.tensors import fill_bytes, plane_to_numpy, plane_to_torch
+from kvport_conformance.tensors import fill_bytes, plane_to_numpy, plane_to_torch, raw_bytes
 from kvport_conformance.verdicts import Disagreement
 
 CHAPTER: Final = "transfer"
@@ -76,7 +87,9 @@ def saved(bench: Bench) -> None:
     other.check()
 
 
-@check(CHAPTER, product(KINDS, (BASE,)) + product(CORE, (MODEL,)) + product(FORMATS, (BASE, MODEL), "full"))
+@check(
+    CHAPTER, product(KINDS, (BASE,)) + half_kinds() + product(CORE, (MODEL,)) + product(FORMATS, (BASE, MODEL), "full")
+)
 def foreign_image(bench: Bench) -> None:
     """An image that the judge made, with codes no encoder would produce, is inserted, attended to, and comes back."""
     from kvport_conformance import inputs
@@ -121,7 +134,7 @@ def window_image(bench: Bench) -> None:
         raise Disagreement("after a move past its window a sequence's pages differ")
 
 
-@check(CHAPTER, product(KINDS, (BASE,)) + product(FORMATS, (BASE, MODEL), "full"))
+@check(CHAPTER, product(KINDS, (BASE,)) + half_kinds() + product(FORMATS, (BASE, MODEL), "full"))
 def detached_image(bench: Bench) -> None:
     """An exported image is the caller's: tokens appended later do not change it, and changing it changes no page."""
     layout = bench.layout()
@@ -132,7 +145,7 @@ def detached_image(bench: Bench) -> None:
     kept = {name: tensor.clone() for name, tensor in planes.items()}
     held.append_run(0, [1, 2], 2, size + 2, stream="later")
     for name, tensor in planes.items():
-        if not torch.equal(tensor.view(torch.uint8), kept[name].view(torch.uint8)):
+        if not np.array_equal(raw_bytes(tensor), raw_bytes(kept[name])):
             raise Disagreement(f"appending changed plane {name} of an image that was exported before")
         fill_bytes(tensor, 0x5A)
     held.check()

@@ -1,0 +1,181 @@
+"""Judging one report: is it whole, unaltered, free of contradictions, and what does it say about each profile?"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from importlib import resources
+from typing import Any
+
+from kvport.reports.reading import Report, ReportError, digest, schema_faults
+
+#: Outcomes in the order in which a report counts them.
+OUTCOMES = ("pass", "fail", "unsupported", "error")
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Every case of the installed suite: id -> tier; and how many cases each profile has in each tier."""
+
+    suite_version: int
+    tiers: Mapping[str, str]
+    profiles: Mapping[str, Mapping[str, int]]
+
+    @classmethod
+    def installed(cls) -> Manifest:
+        """The manifest of the installed suite. Reads its data file and imports nothing of it."""
+        try:
+            text = resources.files("kvport_conformance").joinpath("manifest.json").read_text(encoding="utf-8")
+        except (ModuleNotFoundError, FileNotFoundError) as error:
+            raise ReportError(f"the conformance suite's manifest is not installed: {error}") from error
+        record = json.loads(text)
+        tiers = {
+            f"{check}/{format_text}/{rest}": tier
+            for tier, checks in record["cases"].items()
+            for check, formats in checks.items()
+            for format_text, ids in formats.items()
+            for rest in ids.split()
+        }
+        profiles = {name: profile["cases"] for name, profile in record["profiles"].items()}
+        return cls(record["suite_version"], tiers, profiles)
+
+    def expected(self, report: Report) -> set[str]:
+        """The cases that a report must have: those of its tier, and of its formats and chapters where it names any."""
+        run = report.record["run"]
+        tiers = ("quick",) if report.tier == "quick" else ("quick", "full")
+        chapters = {word.strip() for word in (run["chapter"] or "").split(",") if word.strip()}
+        formats = set(run["formats"] or ())
+        return {
+            identity
+            for identity, tier in self.tiers.items()
+            if tier in tiers
+            and (not chapters or identity.split("/")[0] in chapters)
+            and (not formats or identity.split("/")[2] in formats)
+        }
+
+
+@dataclass(frozen=True)
+class ProfileVerdict:
+    """What a report says about one profile: ``passed`` of ``total`` cases of its tier."""
+
+    name: str
+    passed: int
+    failed: int
+    unsupported: int
+    total: int
+
+    @property
+    def share(self) -> float:
+        return self.passed / self.total if self.total else 0.0
+
+    @property
+    def verdict(self) -> str:
+        """conforms (nothing failed), with everything or in part; fails; or nothing was run."""
+        if self.failed:
+            return "fails"
+        if not self.passed:
+            return "not supported" if self.unsupported else "not run"
+        return "conforms" if self.passed == self.total else "conforms in part"
+
+
+@dataclass(frozen=True)
+class Verification:
+    """``findings`` are what is wrong with the report itself, in words; ``notes`` what a reader should know."""
+
+    findings: tuple[str, ...]
+    notes: tuple[str, ...]
+    profiles: tuple[ProfileVerdict, ...]
+
+    @property
+    def sound(self) -> bool:
+        """The report is whole and unaltered (which says nothing about how the backend did)."""
+        return not self.findings
+
+
+def verify(report: Report, manifest: Manifest) -> Verification:
+    """Judge a report against the manifest of the suite that it names."""
+    record = report.record
+    findings = [f"schema: {fault}" for fault in schema_faults(record)]
+    if findings:
+        return Verification(tuple(findings), (), ())
+    if record["digest"] != digest(record):
+        findings.append("the seal does not match: the report was edited or damaged after it was written")
+    if record["suite_version"] != manifest.suite_version:
+        findings.append(
+            f"the report is of suite version {record['suite_version']}, installed is {manifest.suite_version}: "
+            "verify it with the suite that wrote it"
+        )
+    ids = [case["id"] for case in record["cases"]]
+    findings += _listed("cases appear twice", [i for i, count in Counter(ids).items() if count > 1])
+    counted = Counter(case["outcome"] for case in record["cases"])
+    if {o: counted[o] for o in OUTCOMES} != {o: record["counts"].get(o, 0) for o in OUTCOMES}:
+        findings.append(f"the counts say {dict(record['counts'])}, the cases {dict(counted)}")
+    expected = manifest.expected(report)
+    findings += _listed("cases are missing", sorted(expected - set(ids)))
+    findings += _listed("cases are not in the manifest", sorted(set(ids) - set(manifest.tiers)))
+    findings += _listed("cases were not asked for", sorted(set(ids) & set(manifest.tiers) - expected))
+    findings += _contradictions(report, manifest)
+    return Verification(tuple(findings), tuple(_notes(report)), profile_verdicts(report, manifest))
+
+
+def profile_verdicts(report: Report, manifest: Manifest) -> tuple[ProfileVerdict, ...]:
+    """One verdict a profile; cases that were not run count as not passed."""
+    found = []
+    for name, sizes in manifest.profiles.items():
+        outcomes = Counter(case["outcome"] for case in report.cases.values() if name in case.get("profiles", ()))
+        failed = outcomes["fail"] + outcomes["error"]
+        total = sizes["quick"] if report.tier == "quick" else sizes["quick"] + sizes["full"]
+        found.append(ProfileVerdict(name, outcomes["pass"], failed, outcomes["unsupported"], total))
+    return tuple(found)
+
+
+def _contradictions(report: Report, manifest: Manifest) -> list[str]:
+    """Cases whose figures say something else than their outcome."""
+    found = []
+    for identity, case in report.cases.items():
+        wrong = ""
+        if case["chapter"] != identity.partition("/")[0]:
+            wrong = f"says chapter {case['chapter']!r}"
+        elif identity in manifest.tiers and case.get("tier") != manifest.tiers[identity]:
+            wrong = f"says tier {case.get('tier')!r}, the manifest {manifest.tiers[identity]!r}"
+        elif case["outcome"] != "pass" and not case["reason"]:
+            wrong = f"is {case['outcome']} without a reason"
+        elif case["outcome"] == "pass":
+            wrong = _contradiction(case)
+        if wrong:
+            found.append(f"{identity} {wrong}")
+    return found
+
+
+def _contradiction(case: Mapping[str, Any]) -> str:
+    for name in ("output_ratio", "lse_ratio"):
+        value = case.get(name, 0.0)
+        if isinstance(value, str) or value > 1:
+            return f"passes with {name} {value}"
+    differing = sum(int(case[name]["differing"]) for name in ("codes", "scales") if name in case)
+    if differing and case.get("exactness") == "bit-exact":
+        return f"says bit-exact with {differing} codes or scales that differ"
+    return ""
+
+
+def _notes(report: Report) -> list[str]:
+    run = report.record["run"]
+    found = []
+    if report.execution != "hardware":
+        found.append(f"execution is {report.execution}: these results are not those of a chip")
+    if run["formats"] or run["chapter"]:
+        found.append(
+            "a partial run (formats or chapters were chosen): profiles are judged as if the rest had not passed"
+        )
+    inherited = [name for name, how in report.backend["operations"].items() if how == "inherited"]
+    if inherited:
+        found.append(f"inherited, not the backend's own: {', '.join(inherited)}")
+    return found
+
+
+def _listed(what: str, ids: list[str]) -> list[str]:
+    if not ids:
+        return []
+    return [f"{len(ids)} {what}: {', '.join(ids[:3])}{', ...' if len(ids) > 3 else ''}"]
