@@ -274,7 +274,7 @@ class AscendBackend(TorchBackend):
         assert isinstance(store, AscendStore)
         index = torch.tensor(pages, device=self.torch_device, dtype=torch.int64)
         return {
-            name: to_canonical(store, self.form, name, plane[layer][index]).cpu()
+            name: to_canonical(store, self.form, name, plane[layer][index]).contiguous().cpu()
             for name, plane in store.planes.items()
         }
 
@@ -574,7 +574,7 @@ def load(device: str) -> AscendBackend:
 def load_emulated(
     device: str = "cpu", *, soc: str = "A3", numeric: str = "planes", layout: str = "nd"
 ) -> AscendBackend:
-    """The backend on emulated operators by the rules of ``soc`` (A2, A3, 950), pages laid out as ``layout`` (nd, nz)."""
+    """The backend on emulated operators by the rules of ``soc`` (A2, A3, 950), pages lying as ``layout`` (nd, nz)."""
     form = _form(layout)
     if soc not in SOCS:
         raise InvalidArgument(f"{ENVIRONMENT_SOC} is {soc!r}; one of {', '.join(SOCS)}")

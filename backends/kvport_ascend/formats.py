@@ -158,6 +158,11 @@ def _nz_refusals(layout: GroupLayout, soc: Soc) -> list[str]:
             )
         elif fmt.quantized and not fmt.symmetric:
             found.append(f"{side} format {fmt} in NZ pages: symmetric formats only ({_quote('nz_no_offset')})")
+    if layout.format.tiered:
+        found.append(
+            f"{layout.format} in NZ pages: tiers are merged by an LSE, which attention over NZ pages does not give; "
+            f"a format without sink and recent tokens is the nearest ({_quote('nz_no_lse')})"
+        )
     if layout.key_dim != 128 or layout.page_size not in (128, 512):
         found.append(
             f"NZ pages with head dim {layout.key_dim} and page size {layout.page_size}: 128, and 128 or 512 "

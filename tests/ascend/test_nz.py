@@ -295,6 +295,8 @@ def test_tiers_partials_and_exact_tokens_are_refused() -> None:
     """All three merge parts by an LSE, which there is none of."""
     backend, layout = load_emulated(layout="nz"), make_layout(layers=1)
     scales = {0: make_scales(layout.groups[0].layout)}
+    (reason,) = backend.support(group(f"{CHANNEL},recent=128")).reasons
+    assert "rule nz_no_lse" in reason
     with pytest.raises(Unsupported, match=r"gives no LSE .* tiers of int8:channel:static:scale=bf16,recent=128"):
         PagedCache(backend, make_layout(f"{CHANNEL},recent=128", layers=1), [4, 4], scales=scales)
     cache = PagedCache(backend, layout, [4], scales=scales)
