@@ -422,20 +422,21 @@ class PagedCache:
         if dtype is not None and dtype not in DTYPES.values():
             raise InvalidArgument(f"dtype must be torch.float32, bfloat16 or float16, got {dtype!r}")
         tiers, lengths = self._tiers[group], [span.length for span in spans]
+        members, wanted = self.layout.groups[group].layout, dtype or self.layout.dtype
+        # A rotation is undone in float32, and rounded once.
+        read = wanted if members.format.rotate is None else torch.float32
 
         def gather(lane: int) -> tuple[Tensor, Tensor]:
-            return self.backend.gather(self._stores[lane], local, tables[lane], lengths, dtype or self.layout.dtype)
+            return self.backend.gather(self._stores[lane], local, tables[lane], lengths, read)
 
         key, value = gather(tiers.near)
         if tiers.tiered and any(span.sealed > span.head for span in spans):
             for dense, far in zip((key, value), gather(tiers.far), strict=True):
                 for s, span in enumerate(spans):
                     dense[s, span.head : span.sealed] = far[s, span.head : span.sealed]
-        members = self.layout.groups[group].layout
         if members.format.rotate is not None:
-            key = unrotate(key, members.format.rotate, members.rotated_dim).to(key.dtype)
-            if members.latent:
-                value = key[..., : members.value_dim]
+            key = unrotate(key, members.format.rotate, members.rotated_dim).to(wanted)
+            value = key[..., : members.value_dim] if members.latent else value.to(wanted)
         for s, span in enumerate(spans):
             if span.start:  # these columns point at the spare page, whose bytes mean nothing
                 key[s, : span.start] = 0
