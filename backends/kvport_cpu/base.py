@@ -53,20 +53,34 @@ class TorchStore(Store):
     ) -> None:
         super().__init__(layout, pages)
         self.planes, self.scales, self.poison = planes, scales, poison
+        # Made once: on a CPU, looking these up anew for each layer and step costs as much as a small model's attention.
+        first, second = layout.sides
+        self._sides = [
+            (
+                StoredSide(first.name, first.format, chosen.key, chosen.key_channels),
+                StoredSide(second.name, second.format, chosen.value, chosen.value_channels),
+            )
+            for chosen in scales
+        ]
+        self._views = [
+            {
+                side.name: {
+                    name.removeprefix(f"{side.name}."): plane[layer]
+                    for name, plane in planes.items()
+                    if name.startswith(f"{side.name}.")
+                }
+                for side in (first, second)
+            }
+            for layer in range(layout.layers)
+        ]
 
     def sides(self, layer: int) -> tuple[StoredSide, StoredSide]:
         """What is stored: K and V, or the latent and rope parts."""
-        first, second = self.layout.sides
-        chosen = self.scales[layer]
-        return (
-            StoredSide(first.name, first.format, chosen.key, chosen.key_channels),
-            StoredSide(second.name, second.format, chosen.value, chosen.value_channels),
-        )
+        return self._sides[layer]
 
     def of_side(self, layer: int, side: str) -> dict[str, Tensor]:
         """Planes of one side of one layer by short name ("codes", "scale", "zero"), each ``(pages, P, ...)``."""
-        prefix = f"{side}."
-        return {n.removeprefix(prefix): plane[layer] for n, plane in self.planes.items() if n.startswith(prefix)}
+        return self._views[layer][side]
 
 
 class TorchBackend(Backend):
@@ -115,9 +129,9 @@ class TorchBackend(Backend):
     def append(self, store: Store, layer: int, key: Tensor, value: Tensor | None, slots: Tensor) -> None:
         assert isinstance(store, TorchStore)
         page_size = store.layout.page_size
-        if sealed := [str(side.format) for side in store.sides(layer) if side.format.sealed_only]:
+        if any(side.format.sealed_only for side in store.sides(layer)):
             raise Unsupported(
-                f"{', '.join(sealed)} pages are encoded whole: seal them from another store, do not append"
+                f"{store.layout.format} pages are encoded whole: seal them from another store, do not append"
             )
         # A skipped row (-1) lands in slot 0 of the spare page, whose contents nobody reads: no host sync to filter.
         slots = slots.clamp(min=0)
