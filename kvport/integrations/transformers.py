@@ -233,8 +233,8 @@ class KVPortCache(Cache):  # type: ignore[misc]  # transformers is not typed
     def _check_shape(self, layer: int, key: Tensor, value: Tensor) -> None:
         spec = self._layout.layers[layer]
         dims = (spec.value_dim, spec.key_dim - spec.value_dim) if spec.latent else (spec.key_dim, spec.value_dim)
-        got = tuple((t.shape[1], t.shape[3]) if t.dim() == 4 else tuple(t.shape) for t in (key, value))
-        if got != tuple((spec.kv_heads, dim) for dim in dims):
+        wanted = [(key.shape[0], spec.kv_heads, *key.shape[2:3], dim) for dim in dims]
+        if [tuple(key.shape), tuple(value.shape)] != wanted:
             raise Unsupported(
                 f"layer {layer} stores K {tuple(key.shape)} and V {tuple(value.shape)}; from the config, (rows, "
                 f"{spec.kv_heads}, tokens, {dims[0]}) and (rows, {spec.kv_heads}, tokens, {dims[1]}) were expected; "
