@@ -1,0 +1,107 @@
+"""``kvport new-backend`` writes a package that is found, opens a cache and passes the suite as generated."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from kvport.cli import main
+from kvport.errors import InvalidArgument
+from kvport.scaffold import generate
+
+FILES = {
+    ".github/workflows/conformance.yml",
+    "README.md",
+    "kvport_my_chip/__init__.py",
+    "kvport_my_chip/backend.py",
+    "pyproject.toml",
+    "tests/test_plugin.py",
+}
+
+
+@pytest.fixture
+def package(tmp_path: Path) -> Path:
+    """A generated package with the metadata folder that installing it would leave beside it."""
+    folder = tmp_path / "kvport-my-chip"
+    generate("my-chip", "chip9", folder)
+    project = tomllib.loads((folder / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    metadata = folder / "kvport_my_chip-0.1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(
+        f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: {project['version']}\n"
+    )
+    points = "".join(f"{name} = {value}\n" for name, value in project["entry-points"]["kvport"].items())
+    (metadata / "entry_points.txt").write_text(f"[kvport]\n{points}")
+    return folder
+
+
+def _run(package: Path, *command: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, "-m", *command],
+        cwd=package,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def test_every_file_is_written_and_no_field_is_left_open(tmp_path: Path) -> None:
+    written = generate("my-chip", "chip9", tmp_path / "new")
+    assert {path.as_posix() for path in written} == FILES
+    for path in written:
+        text = (tmp_path / "new" / path).read_text(encoding="utf-8")
+        for field in ("@NAME@", "@PACKAGE@", "@CLASS@", "@DEVICE@"):
+            assert field not in text, path
+        if path.suffix == ".py":
+            compile(text, str(path), "exec")
+
+
+def test_the_generated_tests_pass(package: Path) -> None:
+    assert "1 passed" in _run(package, "pytest", "tests", "-q")
+
+
+def test_the_generated_backend_passes_the_suite(package: Path) -> None:
+    # One chapter and format here; that the inherited operations pass the rest is the reference's own conformance run.
+    out = _run(
+        package,
+        "pytest",
+        "--pyargs",
+        "kvport_conformance",
+        "--backend=chip9",
+        "--chapter=append,prefix",
+        "--formats=int8",
+        "-q",
+    )
+    assert "my-chip on chip9" in out
+    assert " 0 fail, " in out
+
+
+def test_the_generated_backend_is_listed_with_what_it_inherits(package: Path) -> None:
+    out = _run(package, "kvport", "backends")
+    assert "my-chip" in out
+    assert "inherited" in out
+
+
+def test_the_command_says_what_to_do_next(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["new-backend", "mychip", "--into", str(tmp_path / "x")]) == 0
+    out = capsys.readouterr().out
+    assert "pytest --pyargs kvport_conformance --backend=mychip" in out
+    assert main(["new-backend", "mychip", "--into", str(tmp_path / "x")]) == 1
+    assert "not empty" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["MyChip", "my chip", "1chip", "", "a@b", "x:0", "-x"])
+def test_names_that_cannot_be_are_refused(name: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match="lower-case words"):
+        generate(name, "chip", tmp_path / "x")
+    assert not (tmp_path / "x").exists()
