@@ -48,7 +48,8 @@ CHECKS = {
     "types": Check("static types, strict", ("mypy --strict kvport backends conformance",)),
     "unit": Check("kvport's own tests", (f"pytest tests -n {WORKERS}",)),
     "conformance": Check(
-        "the suite on the CPU reference, from the checkout", (f"pytest conformance --backend=cpu -n {WORKERS}",)
+        "the suite on the CPU reference and on Ascend's emulated operators, from the checkout",
+        tuple(f"pytest conformance --backend={backend} -n {WORKERS}" for backend in ("cpu", "ascend@cpu")),
     ),
     "installed": Check(
         "the suite on the CPU reference, all of it from a wheel",

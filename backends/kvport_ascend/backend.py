@@ -63,6 +63,9 @@ NUDGE = {torch.bfloat16: 2.0**-60, torch.float16: 2.0**-24}
 and what it answers for 127 / 0 is not known. Scores move by at most 2^-24 * |k| * scale, below every bound."""
 
 
+WEIGHT_ERROR = {0: 1 / (2 * 127 * 254**2), 1: 1 / (2 * 127 * 254)}
+"""Half a step of three (``inner_precise`` 0) and of two int8 planes, relative to the largest number of a row."""
+
 PARTIALS = "float32 in type; the operator rounded them to the query's dtype once"
 
 
@@ -142,6 +145,9 @@ class AscendBackend(TorchBackend):
         self.execution = "emulated" if torch_device.type == "cpu" else "hardware"
         self.soc = soc
         self.form = form
+        #: The conformance suite's bound takes this term: by how much a softmax weight may be off, see
+        #: ``kvport_conformance.oracle_attention``. The decode kernel holds each to a step of its row's largest.
+        self.weight_error = WEIGHT_ERROR[form.inner_precise]
         self._facts = {**facts, "page layout": form.name.upper(), "partials": PARTIALS}
         self._numeric = numeric
         self.by_value = os.environ.get(BY_VALUE) == "1"

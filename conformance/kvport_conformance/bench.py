@@ -92,6 +92,7 @@ class Bench:
         self.seed = seed
         self.figures = Figures()
         self.exactness: str = getattr(backend, "exactness", "bit-exact")
+        self.weight_error: float = getattr(backend, "weight_error", 0.0)
         self.record: dict[str, Any] = {
             "id": case.id,
             "chapter": case.chapter,
@@ -144,6 +145,10 @@ class Bench:
         if lacking := sorted(wanted - support.features):
             raise NotSupported(f"features not declared for this layout: {', '.join(lacking)}")
         return support
+
+    def gives_lse(self, layout: GroupLayout) -> bool:
+        """Whether attend's LSE means anything for this layout; where it does not, it must not look as if it did."""
+        return "lse" in self.backend.support(layout).features
 
     # -- inputs --------------------------------------------------------------------------------------------------
 
@@ -435,6 +440,8 @@ class Held:
                 "float32" if partial and name == "float32" else name,
                 f"layer {layer}, sequence {s} (length {row.length}, {row.queries} query rows)",
                 self.bench.figures,
+                lse=self.bench.gives_lse(self.layout),
+                weight_error=self.bench.weight_error,
             )
         return out, lse
 
@@ -472,12 +479,20 @@ def judge_rows(
     query_dtype: str,
     who: str,
     figures: Figures,
+    *,
+    lse: bool = True,
+    weight_error: float = 0.0,
 ) -> None:
     """Judge the query rows of one sequence against float64 attention over its decoded keys and values.
+
+    ``lse`` is False where the backend declares that it gives none: all of it must be NaN then. ``weight_error`` is
+    what it declares of its softmax weights, see ``oracle_attention.attention_bound``.
 
     Of more than :data:`SAMPLED_ROWS` rows, only runs of rows at the begin, at the end and around every 16th are
     computed by the oracle (they include all page boundaries); the others must at least be finite where those are.
     """
+    if not lse and not np.isnan(observed[1]).all():
+        raise Disagreement(f"support() declares no LSE, but that of {who} holds numbers; it must be NaN")
     for first, last in _sampled(len(query), start):
         rows = slice(first, last)
         seen = observed[0][rows], observed[1][rows]
@@ -488,9 +503,12 @@ def judge_rows(
         judge.judge_attention(
             observed=seen,
             expected=oracle_attention.attend(*arguments, query_start=begin, **given),
-            bound=oracle_attention.attention_bound(*arguments, query_start=begin, query_dtype=query_dtype, **given),
+            bound=oracle_attention.attention_bound(
+                *arguments, query_start=begin, query_dtype=query_dtype, weight_error=weight_error, **given
+            ),
             who=who if (first, last) == (0, len(query)) else f"{who}, rows {first} .. {last - 1}",
             figures=figures,
+            lse=lse,
             hypotheses=functools.partial(judge.explain_attention, seen, query[rows], key, value, begin, given),
         )
     if np.isfinite(key).all() and np.isfinite(value).all() and not np.isfinite(observed[0]).all():

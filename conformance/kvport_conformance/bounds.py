@@ -63,6 +63,12 @@ WORKSPACE_GROWTH: Final = Bound(
     "the contract's own number; a workspace that holds the history would give 4",
 )
 
+WEIGHT_ERROR: Final = Bound(
+    2.0**-15,
+    "the weight_error that a backend may declare: steps of softmax weights, as a share of each row's largest",
+    "two int8 planes hold a number to 1 / (2 * 127 * 254) of the largest; see oracle_attention.attention_bound",
+)
+
 PRODUCT_ERRORS: Final = {
     dtype: Bound(u, f"relative error u of attention products with {dtype} queries", "see oracle_attention")
     for dtype, u in PRODUCT_ERROR.items()
@@ -82,6 +88,7 @@ TABLE: Final = {
     "allocation_slack": ALLOCATION_SLACK,
     **{f"allocation_grain_{name}": bound for name, bound in ALLOCATION_GRAINS.items()},
     "workspace_growth": WORKSPACE_GROWTH,
+    "weight_error": WEIGHT_ERROR,
     **{f"u_{name}": bound for name, bound in PRODUCT_ERRORS.items()},
     **{f"{name}_floor": bound for name, bound in FLOORS.items()},
 }

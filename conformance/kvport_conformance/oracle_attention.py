@@ -86,6 +86,7 @@ def attention_bound(
     sinks: npt.NDArray[Any] | None = None,
     query_start: int | None = None,
     extra_product_error: float = 0.0,
+    weight_error: float = 0.0,
 ) -> tuple[Float64Array, Float64Array]:
     """The error allowed to each output element and to each LSE; arguments and shapes as `attend`.
 
@@ -95,7 +96,10 @@ def attention_bound(
     ``d + u + 2**-20 * max(1, |LSE|)``. A soft cap has slope at most one and never widens it.
 
     query_dtype: 'bfloat16', 'float16' or 'float32' gives u; ``extra_product_error`` is added to u where a backend
-    declares such a term (query operands split into integer planes). Rows that see no key must be exact: bound 0.
+    declares such a term (query operands split into integer planes). ``weight_error`` e is likewise declared where the
+    softmax weights are held to a fixed step of each row's largest, as by a second matrix product in integer planes:
+    every weight may be off by e times the largest, which adds ``e * max_j p_j * sum_j |v_j|``. Rows that see no key
+    must be exact: bound 0.
     """
     if query_dtype not in PRODUCT_ERROR:
         raise ValueError(f"query dtype {query_dtype!r} has no bound; choose one of {', '.join(PRODUCT_ERROR)}")
@@ -113,6 +117,7 @@ def attention_bound(
                 (np.expm1(2.0 * d) + 2.0 * u)[:, None] * mean_magnitude
                 + u * np.abs(out)
                 + VALUE_FLOOR * magnitude.max(axis=1)
+                + weight_error * row.probabilities.max(axis=1)[:, None] * magnitude.sum(axis=1)
             )
             lse_bound[row.index] = d + u + LSE_FLOOR * np.maximum(1.0, np.abs(row.lse))
     return out_bound, lse_bound

@@ -178,6 +178,8 @@ class Served:
                 self.bench.dtype,
                 f"layer {layer}, sequence {s} of {len(tokens)} (length {len(held)}, {len(numbers)} query rows)",
                 self.bench.figures,
+                lse=self.bench.gives_lse(self.group),
+                weight_error=self.bench.weight_error,
             )
 
     # -- at rest -------------------------------------------------------------------------------------------------

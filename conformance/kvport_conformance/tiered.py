@@ -168,6 +168,7 @@ class Tiered:
                 self.bench.dtype,
                 f"layer {layer}, sequence {s} (length {len(near)}, {int((far >= 0).sum())} tokens far)",
                 self.bench.figures,
+                weight_error=self.bench.weight_error,
             )
 
     # -- at rest -------------------------------------------------------------------------------------------------

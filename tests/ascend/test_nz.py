@@ -11,6 +11,8 @@ import torch
 from kvport_ascend.backend import AscendBackend, load, load_emulated
 from kvport_ascend.emulator import rules, scatter_rules
 from kvport_conformance import oracle_attention
+from kvport_conformance.axes import FRACTAL
+from kvport_conformance.cases import Case, run_case, select
 from kvport_cpu.reference import ReferenceBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -115,6 +117,13 @@ def test_steps_agree(format: str, heads: tuple[int, int], page_size: int, soc: s
     print(f"{format} {heads} page {page_size} {soc} {numeric}: observed/bound {worst:.3f}")
     for ours, theirs in zip(sequences[1], sequences[0], strict=True):
         assert caches[1].export(ours).digests() == caches[0].export(theirs).digests()
+
+
+@pytest.mark.parametrize("case", [c for c in select(tier="quick") if c.geometry == FRACTAL], ids=lambda case: case.id)
+def test_conformance(case: Case) -> None:
+    """The suite's quick cases of a geometry that NZ pages are documented for; the full tier has more."""
+    result = run_case(case, load_emulated(layout="nz"))
+    assert result.outcome == "pass", result.reason
 
 
 def open_store(backend: Any, layout: GroupLayout, pages: int) -> Store:

@@ -136,6 +136,16 @@ def test_an_empty_sequence_gives_zeros_and_minus_infinity(sinks: Array | None) -
     assert observed_over_bound(np.zeros_like(lse), lse, lse_bound) == math.inf
 
 
+def test_a_declared_weight_error_widens_the_output_bound_alone() -> None:
+    """Weights p = (0.8, 0.2) over |v| = (1, 4): a step of e = 2^-15 of the larger one adds e * 0.8 * 5."""
+    arguments = column(1.0), column(math.log(4.0), 0.0), column(1.0, -4.0)
+    plain, declared = (
+        attention_bound(*arguments, query_dtype="float32", scale=1.0, weight_error=e) for e in (0.0, 2.0**-15)
+    )
+    assert (declared[0] - plain[0]).item() == pytest.approx(2.0**-15 * 0.8 * 5, rel=1e-6)
+    assert declared[1].item() == plain[1].item()
+
+
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_masked_keys_and_values_are_never_touched(poison: float) -> None:
     query, key, value = inputs.query(3, (4, 2, 16)), inputs.key(3, (10, 2, 16)), inputs.value(3, (10, 2, 16))

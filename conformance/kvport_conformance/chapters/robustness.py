@@ -78,6 +78,9 @@ def identity(bench: Bench) -> None:
     found = operations(backend)
     if set(found) != set(OPERATIONS):
         raise Disagreement(f"operations() lists {sorted(found)}, must list {sorted(OPERATIONS)}")
+    if not 0 <= bench.weight_error <= bounds.WEIGHT_ERROR.value:
+        raise Disagreement(f"weight_error is {bench.weight_error}; at most {bounds.WEIGHT_ERROR.value} may be declared")
+    bench.figures.more["weight_error"] = bench.weight_error
     if bench.exactness not in ("bit-exact", "one-code"):
         raise Disagreement(f"exactness must be 'bit-exact' or 'one-code', got {bench.exactness!r}")
     layout = bench.layout()
