@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from kvport.inspection import list_backends
     from kvport.layout import CacheLayout, GroupLayout, LayerSpec
     from kvport.opening import open
+    from kvport.recipes import Recipe, load_recipe
     from kvport.registry import load_backend, parse_device
     from kvport.scales import LayerScales, SideScales
     from kvport.sequences import Sequence
@@ -92,6 +93,8 @@ _HOME = {
     "list_backends": "inspection",
     "load_backend": "registry",
     "parse_device": "registry",
+    "Recipe": "recipes",
+    "load_recipe": "recipes",
     "LayerScales": "scales",
     "SideScales": "scales",
     "Sequence": "sequences",
@@ -103,6 +106,8 @@ __all__ = [
     "list_backends",
     "load_backend",
     "parse_device",
+    "Recipe",
+    "load_recipe",
     "FEATURES",
     "Backend",
     "Plan",

@@ -11,15 +11,12 @@ another cache.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 import sys
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import safetensors.torch
@@ -28,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvport.errors import ImageError, InvalidArgument
+from kvport.files import write_atomically
 
 if TYPE_CHECKING:
     from kvport.cache import PagedCache
@@ -73,7 +71,6 @@ class PageImage:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the image to a file, atomically: a reader sees the old file or the whole new one."""
-        target = Path(path)
         tensors = {f"{layer}.{n}": t.contiguous() for layer, planes in self.layers.items() for n, t in planes.items()}
         metadata = {
             "kvport.image": str(IMAGE_VERSION),
@@ -87,15 +84,7 @@ class PageImage:
             "digests": json.dumps({str(layer): digest for layer, digest in self.digests().items()}, sort_keys=True),
         }
         metadata["checksum"] = _checksum(metadata, tensors)
-        handle, temporary = tempfile.mkstemp(prefix=target.name, suffix=".tmp", dir=target.parent)
-        os.close(handle)
-        try:
-            safetensors.torch.save_file(tensors, temporary, metadata)
-            os.replace(temporary, target)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-            raise
+        write_atomically(path, safetensors.torch.save(tensors, metadata))
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PageImage:

@@ -225,8 +225,8 @@ def _run_child(request: dict[str, str], time_limit: float) -> tuple[str, list[di
     """Run one child. Returns how it ended, in words, and the records it wrote."""
     # The child sees the parent's import path, so that both talk of the same plugins; -P keeps the working directory
     # out of it, which "python -m" would put first. Strictness is the caller's affair: a child reports failures.
-    # A chip's torch extension that cannot load breaks `import torch` for everybody; without its autoload, the others can
-    # be probed, and its own backend says what is wrong.
+    # A chip's torch extension that cannot load breaks `import torch` for everybody; without its autoload the others
+    # can be probed, and its own backend says what is wrong.
     environ = {**os.environ, "KVPORT_STRICT_PLUGINS": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     environ["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
     with tempfile.TemporaryDirectory(prefix="kvport-inspect-") as folder:

@@ -47,8 +47,9 @@ def open(
             pages and the spare. A sequence occupies whole pages, so N running sequences want up to
             N * (page_size - 1) tokens more.
         pages: instead, the page count (spare included), one for all pools or one per pool in the order of
-            ``cache.stats().pools``. A near pool needs the step's tokens + recent + page_size per running sequence,
-            and what is kept of sinks and pins.
+            ``cache.stats().pools``. A near pool needs, per running sequence, the tokens of this step and the last +
+            recent + page_size (sealed pages are released when a step commits), and what is kept of sinks and pins;
+            ``kvport plan`` counts it.
         scales: static scales by layer, for formats that say ``static``.
         identity: ``{"model": ..., "adapter": ..., "rope": ...}``: part of the fingerprint that pages are shared under.
         share_prefixes: whether full pages of known token ids are kept findable for :meth:`PagedCache.match`.

@@ -12,13 +12,11 @@ of it. Loading refuses, and never repairs, a file that is damaged or incomplete.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 from typing import Final
 
@@ -28,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvport.errors import KVPortError, ScaleError
+from kvport.files import write_atomically
 from kvport.formats import CacheFormat, TensorFormat
 from kvport.layout import CacheLayout
 from kvport.scales import LayerScales, ScaleSource, SideScales
@@ -130,7 +129,6 @@ class Recipe(ScaleSource):
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the file, atomically: a reader sees the old file or the whole new one."""
-        target = Path(path)
         tensors = self._tensors()
         formats = {str(layer): fmt for layer, fmt in self.formats.items()}
         metadata = {
@@ -140,15 +138,7 @@ class Recipe(ScaleSource):
             "notes": json.dumps(self.notes),
             "digest": self.digest(),
         }
-        # Neither mkstemp nor safetensors' own file: those are for their owner alone, and a recipe is to be shared.
-        temporary = target.with_name(f".{target.name}.{os.getpid()}.tmp")
-        try:
-            temporary.write_bytes(safetensors.torch.save(tensors, metadata))
-            os.replace(temporary, target)
-        except BaseException:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(temporary)
-            raise
+        write_atomically(path, safetensors.torch.save(tensors, metadata))
 
     def _tensors(self) -> dict[str, Tensor]:
         found = {}

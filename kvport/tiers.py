@@ -76,17 +76,17 @@ def make_lanes(layout: CacheLayout) -> tuple[tuple[Lane, ...], tuple[Tiers, ...]
 def canonical_bytes(layout: CacheLayout, length: int, pin: int = 0) -> int:
     """Bytes of the canonical page images that a sequence of ``length`` tokens occupies, all layers and tiers.
 
-    Judged as at the begin of the step after the last token: what may be sealed is.
+    Judged as at the begin of the step after the last token: what may be sealed is, what a window has passed is gone.
     """
     lanes, tiers = make_lanes(layout)
     size = layout.page_size
     total = 0
     for tier in tiers:
-        pages = -(-length // size)
-        head = min(tier.head_pages(pin, size), pages)
-        far = max(0, tier.sealed(length, size) // size - head)
-        if not tier.tiered:
-            far = pages
+        window = lanes[tier.far].layout.window
+        passed = 0 if window is None else max(0, length - window + 1) // size
+        pages = -(-length // size) - passed
+        head = max(tier.head_pages(pin, size), passed)
+        far = max(0, tier.sealed(length, size) // size - head) if tier.tiered else pages
         total += far * lanes[tier.far].layout.canonical_page_bytes
         total += (pages - far) * lanes[tier.near].layout.canonical_page_bytes
     return total
