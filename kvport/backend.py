@@ -127,6 +127,8 @@ class Backend(ABC):
 
     name: ClassVar[str]
     execution: Execution = "hardware"
+    #: What the conformance suite holds the backend to: codes and scales bit for bit, or within its one-code class.
+    exactness: Literal["bit-exact", "one-code"] = "bit-exact"
     device: str
     torch_device: torch.device
 

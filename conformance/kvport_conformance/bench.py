@@ -101,6 +101,9 @@ class Bench:
             "format": case.format,
             "geometry": case.geometry.name,
             "profiles": list(profiles_of(case)),
+            # What the backend declares of itself and is allowed by it: it belongs beside what was observed.
+            **({"declared_exactness": self.exactness} if self.exactness != "bit-exact" else {}),
+            **({"declared_weight_error": self.weight_error} if self.weight_error else {}),
         }
 
     def run(self) -> None:

@@ -247,6 +247,9 @@ def explain_attention(
             ("K and V are swapped", lambda: alternative(k=value, v=key)),
         ]
     scale = max(1e-30, float(np.abs(out).max()))
+    plain, plain_lse = oracle_attention.attend(query, key, value, query_start=query_start, **given)
+    if np.allclose(plain, out, rtol=1e-4, atol=1e-5 * scale):  # then it is the LSE that is wrong
+        return _explain_lse(lse, plain_lse, query, key, value, query_start, given)
     for words, attempt in tries:
         with np.errstate(all="ignore"):
             try:
@@ -255,6 +258,24 @@ def explain_attention(
                 continue
         if guess.shape == out.shape and np.allclose(guess, out, rtol=1e-4, atol=1e-5 * scale):
             return f"\n  looks like: {words}"
+    return ""
+
+
+def _explain_lse(
+    lse: Array, expected: Array, query: Array, key: Array, value: Array, query_start: int, given: dict[str, Any]
+) -> str:
+    """Which common mistake reproduces an LSE whose output is right."""
+    without = oracle_attention.attend(query, key, value, query_start=query_start, **{**given, "sinks": None})[1]
+    guesses = (
+        ("a logarithm to base 2 (natural is asked for)", expected / np.log(2.0)),
+        ("a log-sum-exp without the sink logits", without),
+        ("the sum of exponentials, not its logarithm", np.exp(expected)),
+        ("the opposite sign", -expected),
+    )
+    for words, guess in guesses:
+        with np.errstate(all="ignore"):
+            if np.allclose(guess, lse, rtol=1e-4, atol=1e-4) and not np.allclose(guess, expected, rtol=1e-4, atol=1e-4):
+                return f"\n  looks like: {words}"
     return ""
 
 

@@ -20,6 +20,7 @@ PATH: Final = Path(__file__).parent / "manifest.json"
 def build() -> dict[str, Any]:
     """The manifest of the table of cases."""
     from kvport_conformance.axes import TIERS
+    from kvport_conformance.bounds import ONE_CODE_POOL, ONE_CODE_SHARE
     from kvport_conformance.cases import all_cases
     from kvport_conformance.profiles import PROFILES, profiles_of
 
@@ -34,6 +35,7 @@ def build() -> dict[str, Any]:
     return {
         "suite_version": SUITE_VERSION,
         "profiles": {profile.name: {"summary": profile.summary, "cases": counts[profile.name]} for profile in PROFILES},
+        "one_code": {"share": ONE_CODE_SHARE.value, "pool": int(ONE_CODE_POOL.value)},
         "cases": cases,
     }
 

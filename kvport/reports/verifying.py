@@ -17,11 +17,16 @@ OUTCOMES = ("pass", "fail", "unsupported", "error")
 
 @dataclass(frozen=True)
 class Manifest:
-    """Every case of the installed suite: id -> tier; and how many cases each profile has in each tier."""
+    """Every case of the installed suite: id -> tier; and how many cases each profile has in each tier.
+
+    ``one_code_share``: of at least ``one_code_pool`` codes of a format, the largest share that may differ.
+    """
 
     suite_version: int
     tiers: Mapping[str, str]
     profiles: Mapping[str, Mapping[str, int]]
+    one_code_share: float = 0.005
+    one_code_pool: int = 2**20
 
     @classmethod
     def installed(cls) -> Manifest:
@@ -39,7 +44,8 @@ class Manifest:
             for rest in ids.split()
         }
         profiles = {name: profile["cases"] for name, profile in record["profiles"].items()}
-        return cls(record["suite_version"], tiers, profiles)
+        pooled = record["one_code"]
+        return cls(record["suite_version"], tiers, profiles, pooled["share"], pooled["pool"])
 
     def expected(self, report: Report) -> set[str]:
         """The cases that a report must have: those of its tier, and of its formats and chapters where it names any."""
@@ -117,6 +123,7 @@ def verify(report: Report, manifest: Manifest) -> Verification:
     findings += _listed("cases are not in the manifest", sorted(set(ids) - set(manifest.tiers)))
     findings += _listed("cases were not asked for", sorted(set(ids) & set(manifest.tiers) - expected))
     findings += _contradictions(report, manifest)
+    findings += _pooled(report, manifest)
     return Verification(tuple(findings), tuple(_notes(report)), profile_verdicts(report, manifest))
 
 
@@ -158,6 +165,22 @@ def _contradiction(case: Mapping[str, Any]) -> str:
     if differing and case.get("exactness") == "bit-exact":
         return f"says bit-exact with {differing} codes or scales that differ"
     return ""
+
+
+def _pooled(report: Report, manifest: Manifest) -> list[str]:
+    """The one-code class allows a share of differing codes, pooled by format, that no single case can judge."""
+    compared: Counter[str] = Counter()
+    differing: Counter[str] = Counter()
+    for case in report.cases.values():
+        if "codes" in case:
+            compared[case.get("format", "")] += case["codes"]["compared"]
+            differing[case.get("format", "")] += case["codes"]["differing"]
+    return [
+        f"{name}: {differing[name]} of {count} codes differ, more than the one-code class's "
+        f"{manifest.one_code_share:.1%}"
+        for name, count in compared.items()
+        if count >= manifest.one_code_pool and differing[name] > manifest.one_code_share * count
+    ]
 
 
 def _notes(report: Report) -> list[str]:

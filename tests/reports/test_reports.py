@@ -112,6 +112,10 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         lambda r: (_set(FIRST, outcome="unsupported")(r), r["counts"].update({"pass": 2, "unsupported": 1})),
         r"is unsupported without a reason",
     ),
+    "too many codes of a class differ": (
+        _set(FIRST, codes={"compared": 2**20, "differing": 6000}, exactness="one-code"),
+        r"int8: 6000 of 1048576 codes differ, more than the one-code class's 0.5%",
+    ),
     "chapter": (_set(FIRST, chapter="pages"), r"says chapter 'pages'"),
     "tier": (_set(FIRST, tier="full"), r"says tier 'full', the manifest 'quick'"),
     "suite version": (lambda r: r.update(suite_version=7), r"suite version 7, installed is 1"),
