@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Final
 
 from kvport.errors import OutOfPages
-from kvport_conformance.axes import BASE, FORMATS, GEOMETRIES, families, kinds, product
+from kvport_conformance.axes import BASE, FORMATS, GEOMETRIES, HALF_MODELS, families, kinds, product
 from kvport_conformance.bench import Bench, Row
 from kvport_conformance.cases import check
 from kvport_conformance.served import Served
