@@ -128,10 +128,12 @@ def verify(report: Report, manifest: Manifest) -> Verification:
 
 
 def profile_verdicts(report: Report, manifest: Manifest) -> tuple[ProfileVerdict, ...]:
-    """One verdict a profile; cases that were not run count as not passed."""
+    """One verdict a profile; cases that were not run count as not passed, cases of no manifest not at all."""
     found = []
+    tiers = ("quick",) if report.tier == "quick" else ("quick", "full")
+    known = [case for identity, case in report.cases.items() if manifest.tiers.get(identity) in tiers]
     for name, sizes in manifest.profiles.items():
-        outcomes = Counter(case["outcome"] for case in report.cases.values() if name in case.get("profiles", ()))
+        outcomes = Counter(case["outcome"] for case in known if name in case.get("profiles", ()))
         failed = outcomes["fail"] + outcomes["error"]
         total = sizes["quick"] if report.tier == "quick" else sizes["quick"] + sizes["full"]
         found.append(ProfileVerdict(name, outcomes["pass"], failed, outcomes["unsupported"], total))

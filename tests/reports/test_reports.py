@@ -151,6 +151,16 @@ def test_a_partial_run_is_judged_by_what_was_asked_for() -> None:
     assert found.profiles[0].verdict == "conforms in part"
 
 
+def test_cases_that_are_not_in_the_manifest_add_nothing_to_a_profile() -> None:
+    def padded(r: dict[str, Any]) -> None:
+        r["cases"] += [case(f"append/made_up/int8/{n}", profiles=["core"]) for n in range(9)]
+        r["counts"]["pass"] += 9
+
+    found = verify(edited(padded), MANIFEST)
+    assert not found.sound
+    assert (found.profiles[0].passed, found.profiles[0].total) == (2, 2)
+
+
 def test_a_failing_profile_fails_whatever_else_passes() -> None:
     def fails(r: dict[str, Any]) -> None:
         _set(FIRST, outcome="fail", reason="codes differ")(r)
