@@ -37,14 +37,16 @@ SCALE = 0.09
 Answer = dict[str, Any]
 
 
-def case(mode: int, dtype: torch.dtype = torch.float16, seed: int = 1) -> dict[str, Tensor]:
+def case(
+    mode: int, dtype: torch.dtype = torch.float16, seed: int = 1, heads: int = HEADS, kv_heads: int = KV_HEADS
+) -> dict[str, Tensor]:
     """Codes and scales of a small paged cache on the host; K and V differ in range by a factor of three."""
     generator = torch.Generator().manual_seed(seed)
-    shape = {0: (1, KV_HEADS, 1, DIM), 4: (PAGES, PAGE), 5: (PAGES, KV_HEADS, PAGE)}[mode]
+    shape = {0: (1, kv_heads, 1, DIM), 4: (PAGES, PAGE), 5: (PAGES, kv_heads, PAGE)}[mode]
     own = torch.float32 if mode in (4, 5) else dtype
     scales = [((torch.rand(shape, generator=generator) + 0.1) * size).to(own) for size in (0.05, 0.15)]
-    codes = [torch.randint(-127, 128, (PAGES, PAGE, KV_HEADS * DIM), generator=generator) for _ in range(2)]
-    query = torch.randn(len(LENGTHS), HEADS, 1, DIM, generator=generator).to(dtype)
+    codes = [torch.randint(-127, 128, (PAGES, PAGE, kv_heads * DIM), generator=generator) for _ in range(2)]
+    query = torch.randn(len(LENGTHS), heads, 1, DIM, generator=generator).to(dtype)
     return {
         "query": query,
         "key": codes[0].to(torch.int8),
@@ -76,13 +78,14 @@ def attend(device: str, mode: int, tensors: dict[str, Tensor], **more: Any) -> t
 
 
 def expected(mode: int, tensors: dict[str, Tensor], key_offset: float = 0.0, value_offset: float = 0.0) -> Any:
-    """Output ``(B, HEADS, DIM)`` and natural-log LSE ``(B, HEADS)`` in float64, on the host."""
+    """Output ``(B, heads, DIM)`` and natural-log LSE ``(B, heads)`` in float64, on the host."""
+    heads, kv_heads = tensors["query"].shape[1], tensors["key"].shape[-1] // DIM
     decoded = []
     for side, offset in (("key", key_offset), ("value", value_offset)):
-        codes = tensors[side].double().reshape(PAGES, PAGE, KV_HEADS, DIM) + offset
+        codes = tensors[side].double().reshape(PAGES, PAGE, kv_heads, DIM) + offset
         scale = tensors[f"{side}_antiquant_scale"].double()
         if mode == 0:
-            scale = scale.reshape(1, 1, KV_HEADS, DIM)
+            scale = scale.reshape(1, 1, kv_heads, DIM)
         elif mode == 4:
             scale = scale.reshape(PAGES, PAGE, 1, 1)
         else:
@@ -91,7 +94,7 @@ def expected(mode: int, tensors: dict[str, Tensor], key_offset: float = 0.0, val
     outs, lses = [], []
     for s, length in enumerate(LENGTHS):
         key, value = (side[TABLE[s]].flatten(0, 1)[:length] for side in decoded)
-        key, value = (t.repeat_interleave(HEADS // KV_HEADS, dim=1) for t in (key, value))
+        key, value = (t.repeat_interleave(heads // kv_heads, dim=1) for t in (key, value))
         scores = torch.einsum("hd,lhd->hl", tensors["query"][s, :, 0].double(), key) * SCALE
         outs.append(torch.einsum("hl,lhd->hd", scores.softmax(-1), value))
         lses.append(scores.logsumexp(-1))
@@ -220,6 +223,39 @@ def packed_head_dim_64(device: str) -> Answer:
     return {"refused": False, "right": bool((out.cpu() == 1).all())}
 
 
+def nz_decode(device: str, heads: int, kv_heads: int, *, lse: bool = False) -> Answer:
+    """Pages written by the scatter operator in mode PA_NZ and decoded from five dimensions, kvport's NZ route."""
+    tensors = case(0, torch.bfloat16, heads=heads, kv_heads=kv_heads)
+    caches = [torch.zeros(PAGES, kv_heads * DIM // 32, PAGE, 32, dtype=torch.int8, device=device) for _ in range(2)]
+    rows = [tensors[side].reshape(-1, kv_heads, DIM).to(device) for side in ("key", "value")]
+    slots = torch.arange(PAGES * PAGE, device=device)
+    torch.ops.npu.npu_scatter_pa_kv_cache(*rows, *caches, slots, cache_mode="PA_NZ")
+    pages = [cache.unflatten(1, (kv_heads, DIM // 32)) for cache in caches]
+    scales = {f"{side}_antiquant_scale": tensors[f"{side}_antiquant_scale"][0] for side in ("key", "value")}
+    given = {"query": tensors["query"], "key": pages[0], "value": pages[1], **scales}
+    counts = {"num_heads": heads, "num_key_value_heads": kv_heads}
+    out, seen = attend(device, 0, given, inner_precise=1, softmax_lse_flag=lse, **counts)
+    wanted, wanted_lse = expected(0, tensors)
+    relative = error(out.squeeze(2), wanted)
+    answer: Answer = {"output_error": relative, "agrees": relative < 1e-2}
+    return {**answer, "lse_error": error(seen[..., 0, 0], wanted_lse)} if lse else answer
+
+
+def nz_pages(device: str) -> Answer:
+    """Do NZ pages (KVPORT_ASCEND_LAYOUT=nz) work with a documented pair of head counts, (10, 1)?"""
+    return nz_decode(device, 10, 1)
+
+
+def nz_other_heads(device: str) -> Answer:
+    """Do NZ pages work with (16, 2) heads? The documentation lists four other pairs; a user reports this one."""
+    return nz_decode(device, 16, 2)
+
+
+def nz_lse(device: str) -> Answer:
+    """Is the LSE over NZ pages refused, as the host source does on A2 and A3? The 950 is not known."""
+    return nz_decode(device, 10, 1, lse=True)
+
+
 QUESTIONS: tuple[Callable[[str], Answer], ...] = (
     mode_5,
     mode_4,
@@ -231,6 +267,9 @@ QUESTIONS: tuple[Callable[[str], Answer], ...] = (
     precision,
     lse_when_off,
     packed_head_dim_64,
+    nz_pages,
+    nz_other_heads,
+    nz_lse,
 )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
-from kvport_conformance.axes import FLOAT_FORMATS, parse
+from kvport_conformance.axes import FLOAT_FORMATS, FRACTAL, HALF_FORMATS, HALF_MODELS, parse
 from kvport_conformance.cases import MANDATORY, Case
 
 
@@ -41,8 +41,22 @@ def _core(case: Case) -> bool:
     )
 
 
+def _half(case: Case) -> bool:
+    shape = case.geometry
+    return (
+        shape in (*HALF_MODELS, FRACTAL)
+        and case.format in HALF_FORMATS[shape.dtype]
+        and not case.requires - {"prefill", "verify", "lse", "poison"}
+    )
+
+
 PROFILES: Final = (
     Profile("core", "int8 pages of 16 and 128 tokens, head dims 64 and 128, GQA: append, share, attend, move", _core),
+    Profile(
+        "half",
+        "bf16 and fp16 models: int8 per token and calibrated, and float pages, of 32 and 128 tokens, for 16-bit chips",
+        _half,
+    ),
     Profile(
         "float",
         "fp32, fp16 and bf16 pages: the paging without the quantization",

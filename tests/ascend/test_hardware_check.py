@@ -38,6 +38,9 @@ def test_questions_on_emulated_operators(script: ModuleType, tmp_path: Path) -> 
     assert answers["zero_query_row"]["other_rows_error"] < 1e-3
     assert answers["precision"]["inner_precise_0"]["lse"] < answers["precision"]["inner_precise_1"]["lse"]
     assert "tnd_head_dim" in answers["packed_head_dim_64"]["raised"]
+    assert answers["nz_pages"]["agrees"]
+    assert "nz_heads" in answers["nz_other_heads"]["raised"]
+    assert "nz_no_lse" in answers["nz_lse"]["raised"]
 
 
 def test_without_a_device_it_stops_with_the_reason(

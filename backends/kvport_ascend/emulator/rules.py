@@ -617,22 +617,25 @@ def _per_channel_shapes(c: AttentionCall) -> list[tuple[int, ...]]:
 def _scale_shape_ok(c: AttentionCall, scale: torch.Tensor, mode: int) -> str | None:
     """None, or the shapes that this mode allows."""
     g, shape = c.geometry, shape_of(scale)
+    mixed = (c.key_mode, c.value_mode) == (0, 1)
     table = c.block_table
     capacity = table.shape[1] * c.block_size if table is not None else g.kv_len
     if mode == 0:
         allowed = _per_channel_shapes(c)
-        if g.form != "NZ" and c.decode:
+        if g.form != "NZ" and c.decode and not mixed:
             allowed.append((1,))  # a 1-D scale means one for the whole tensor
         return None if shape in allowed else " or ".join(map(str, allowed))
     if mode == 1:
         if g.form == "NZ" or not c.decode:
             return None if shape == (g.batch, capacity) else str((g.batch, capacity))
+        leading = ((1, g.batch),) if mixed else ((1, g.batch), (g.batch,))
         fits = (
-            shape[:-1] in ((1, g.batch), (g.batch,))
+            shape[:-1] in leading
             and len(shape) in (2, 3)
             and (shape[-1] >= capacity if c.paged else shape[-1] == capacity)
         )
-        return None if fits else f"(1, {g.batch}, S) or ({g.batch}, S) with S of at least {capacity}"
+        forms = " or ".join(f"({', '.join(map(str, axes))}, S)" for axes in leading)
+        return None if fits else f"{forms} with S of at least {capacity}"
     if mode == 2:
         return None if shape == (g.kv_heads,) else str((g.kv_heads,))
     if mode == 3:
@@ -644,7 +647,7 @@ def _scale_shape_ok(c: AttentionCall, scale: torch.Tensor, mode: int) -> str | N
 
 @rule_of(ATTENTION, DECODE_CHECK + ", CheckKVAntiQuantPerChannel/PerHead; " + DECODE + ", CheckKVAntiQuantPerToken")
 def key_scale_shape(c: AttentionCall) -> str | None:
-    """The K scale has a shape of its mode."""
+    """The K scale has a shape of its mode; in modes (0, 1) it is per channel, not one for the whole tensor."""
     if c.key_scale is None:
         return None
     allowed = _scale_shape_ok(c, c.key_scale, c.key_mode)
@@ -655,7 +658,7 @@ def key_scale_shape(c: AttentionCall) -> str | None:
 
 @rule_of(ATTENTION, DECODE_CHECK + ", CheckKVAntiQuantPerChannel/PerHead; " + DECODE + ", CheckKVAntiQuantPerToken")
 def value_scale_shape(c: AttentionCall) -> str | None:
-    """The V scale has a shape of its mode, and the K scale's shape unless the modes are (0, 1)."""
+    """The V scale has a shape of its mode, and the K scale's; in modes (0, 1) it is (1, B, S)."""
     if c.value_scale is None or c.key_scale is None:
         return None
     allowed = _scale_shape_ok(c, c.value_scale, c.value_mode)
@@ -742,9 +745,11 @@ def fused_scale_shape(c: AttentionCall) -> str | None:
 
 @rule_of(ATTENTION, DOC_V2 + "; " + PREFILL)
 def prefill_int8(c: AttentionCall) -> str | None:
-    """Several query tokens over dense int8 K/V with separate scales: at most 16, bfloat16, modes 0/0 or 1/1."""
+    """Several query tokens over dense int8 K/V: at most 16, bfloat16, separate scales, modes 0/0 or 1/1, no padding."""
     if not c.quantized or c.decode or not _separate(c):
         return None
+    if padding := [name for name in c.exclusive_with_paging if name.endswith("padding_size")]:
+        return f"int8 key and value of several query tokens with left padding ({', '.join(padding)})."
     if c.geometry.q_len > 16 or c.query.dtype != torch.bfloat16 or (c.key_mode, c.value_mode) not in ((0, 0), (1, 1)):
         return (
             f"{c.geometry.q_len} {c.query.dtype} query tokens with antiquant modes {(c.key_mode, c.value_mode)}; "
