@@ -40,9 +40,8 @@ def main() -> None:
         query = torch.randn(1, HEADS * GROUP, new, DIM, dtype=torch.bfloat16, device="cuda")
         best, base, every = sdpa_best(query, [key], [value], history=history)
         rate = flops(new, history) / base.median / 1e6
-        print(
-            f"{name:9s} sdpa {base.median:8.1f} us {rate:5.0f} TFLOP/s ({best}; { ({k: round(v) for k, v in every.items()}) })"
-        )
+        others = {k: round(v) for k, v in every.items()}
+        print(f"{name:9s} sdpa {base.median:8.1f} us {rate:5.0f} TFLOP/s ({best}; {others})")
         cells = record["shapes"][name] = {
             "sdpa": {"us": base.median, "backend": best, "replays": base.replays, "all": every}
         }

@@ -83,7 +83,7 @@ def test_bits_equal_codec_and_oracle(backend: Backend, text: str, dtype: torch.d
             assert same_bits(written, oracle[name][kept.numpy()][number.numpy()]), f"{side.name}.{name}: not the oracle"
     untouched = torch.ones(pages * 16, dtype=torch.bool)
     untouched[slots[kept]] = False
-    for name, plane in stored.items():
+    for name in stored:
         kept_bits, old_bits = (p[name].flatten(0, 1)[untouched].contiguous() for p in (stored, before[LAYER]))
         assert torch.equal(kept_bits.view(torch.uint8), old_bits.view(torch.uint8)), f"{name} spilled"
     for name, plane in backend.export_pages(store, 0, list(range(pages))).items():
