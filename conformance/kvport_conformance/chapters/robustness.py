@@ -127,7 +127,7 @@ def two_stores(bench: Bench) -> None:
     layout = bench.layout()
     size = layout.page_size
     first, second = bench.held(4, layout), bench.held(4, layout)
-    other = bench.held(5, bench.layout(geometry=geometry(1, 3, 64, 32, layers=1)))
+    other = bench.held(5, bench.layout(geometry=geometry(1, 3, 64, 32, layers=1, dtype=bench.dtype)))
     for held, stream, pages in ((first, "a", [1, 3]), (second, "b", [3, 2]), (other, "c", [4, 2])):
         held.fill_sequence(pages, size + 4, stream=stream)
     plans = [
