@@ -17,13 +17,15 @@ from torch import Tensor
 
 from kvport.backend import Execution, Plan, StepArrays, Store, Support
 from kvport.errors import InvalidArgument, Unsupported
+from kvport.formats import TensorFormat
 from kvport.layout import GroupLayout
 from kvport.scales import LayerScales, SideScales
 from kvport_triton.kernels.attend import CODES, EXACT, NATIVE, attend_kernel, merge_kernel
 from kvport_triton.kernels.decode import decode_kernel
 from kvport_triton.kernels.encode import append_kernel, begin_pages_kernel
-from kvport_triton.planning import Launch, Prepared, prepare
-from kvport_triton.sides import DTYPE_NUMBER, bits_view, sides
+from kvport_triton.kernels.stage import stage_kernel
+from kvport_triton.planning import Launch, Prepared, Staged, prepare
+from kvport_triton.sides import DTYPE_NUMBER, Side, bits_view, sides
 from kvport_triton.store import TritonStore, private_dtype, private_shape, to_private
 from kvport_triton.tuning import INTERPRETED_PROCESSORS, MOST_VERIFY, Mode, Tuning, tuning
 
@@ -34,6 +36,7 @@ POISON: Final = "poison"  # the name of the flag buffer beside the planes
 #: Channels a merge program takes, and partials it reads at a time.
 MERGE_CHANNELS: Final = 64
 MERGE_SPLITS: Final = 16
+_STAGED_FORMAT: Final = TensorFormat("bf16")
 _MODE_NUMBER: Final[dict[Mode, int]] = {"codes": CODES.value, "native": NATIVE.value, "exact": EXACT.value}
 
 
@@ -41,6 +44,10 @@ class TritonBackend(TorchBackend):
     """Triton kernels on an NVIDIA GPU, or in Triton's interpreter."""
 
     name: ClassVar[str] = "triton"
+    #: Query tokens of a sequence from which its prefill over codes is worth decoding each page once (bf16 only).
+    stage_from: int = 256
+    #: Bytes of the scratch that a run of pages is decoded into: about the L2 of a large GPU.
+    stage_bytes: int = 64 << 20
 
     def __init__(self, device: str, torch_device: torch.device, *, interpreted: bool) -> None:
         super().__init__(device, torch_device)
@@ -165,21 +172,26 @@ class TritonBackend(TorchBackend):
         most = {"decode": 1, "verify": 1, "prefill": int(counts.max(initial=1))}
         few = counts[counts <= MOST_VERIFY]
         most["verify"] = int(few.max(initial=1))
-        # Work is cut for the layout's own dtype; attend cuts nothing, so a query of another dtype only changes tiles.
+        # Work is cut for the layout's own dtype and heads; attend makes a second plan for a query of others.
+        mode = self._mode(layout, layout.dtype)
         shapes = {
-            kind: self._tuning(layout, kind, self._mode(layout, layout.dtype), layout.group_size, tokens).shape(
-                self.processors
-            )
+            kind: self._tuning(layout, kind, mode, layout.group_size, tokens).shape(self.processors)
             for kind, tokens in most.items()
         }
+        shapes["staged"] = self._tuning(layout, "prefill", "native", layout.group_size, most["prefill"]).shape(1)
+        # bf16 holds what the bound asks of bf16 queries, at any magnitude; float16 has neither room for large values.
+        staged = mode == "codes" and layout.dtype == torch.bfloat16
         device, prepared = prepare(
             arrays,
             self.torch_device,
             group=layout.group_size,
             kv_heads=layout.kv_heads,
             window=layout.window,
+            page_size=layout.page_size,
             shapes=shapes,
             most_verify=MOST_VERIFY,
+            stage_from=self.stage_from if staged else None,
+            stage_columns=self._stage_columns(layout, shapes["staged"].tile),
         )
         return Plan(arrays, device, prepared)
 
@@ -212,6 +224,8 @@ class TritonBackend(TorchBackend):
         with self._on_device():
             for launch in prepared.launches:
                 self._launch(store, layer, query, plan, launch, group, out, lse, scale, softcap, sinks)
+            if prepared.staged is not None:
+                self._staged(store, layer, query, plan, prepared.staged, group, out, lse, scale, softcap, sinks)
         return out.to(out_dtype), lse
 
     def _launch(
@@ -252,6 +266,7 @@ class TritonBackend(TorchBackend):
             "STAGES": tuned.stages,
             "INTERP": self.interpreted,
             "num_warps": tuned.warps,
+            "maxnreg": tuned.registers,
         }
         grid = (launch.item_count * layout.kv_heads,)
         if mode == "codes" and launch.kind == "decode":
@@ -266,6 +281,7 @@ class TritonBackend(TorchBackend):
                 *arguments, layout.window or 0, float(scale), float(softcap or 1.0),
                 MODE=_MODE_NUMBER[mode],
                 MASK_ROWS=launch.kind != "decode",
+                CONTINUES=False,
                 WINDOW=layout.window is not None,
                 ROWS=launch.row_count,
                 M=max(16, triton.next_power_of_2(launch.row_count)),
@@ -278,6 +294,65 @@ class TritonBackend(TorchBackend):
                 launch.blocks, part_out, part_lse, out, lse, sink, layout.kv_heads, query.shape[1],
                 SINK=sinks is not None, GROUP=group, ROWS=launch.row_count, DIM=layout.value_dim, CHANNELS=channels,
                 SPLITS=MERGE_SPLITS, num_warps=4,
+            )  # fmt: skip
+
+    def _staged(
+        self,
+        store: TritonStore,
+        layer: int,
+        query: Tensor,
+        plan: Plan,
+        staged: Staged,
+        group: int,
+        out: Tensor,
+        lse: Tensor,
+        scale: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+    ) -> None:
+        """Long prefill over codes: decode a run of pages into scratch, attend over it, merge with the runs before."""
+        layout = store.layout
+        key, value = sides(layout)
+        keys, values, part_out, part_lse = self._stage_scratch(plan.private, staged, layout)
+        arguments: list[Any] = []
+        for name in ("key", "value"):
+            codes = store.planes[f"{name}.codes"][layer]
+            static = _static(store.scales[layer], name)
+            arguments += [codes, *self._scales(store, layer, name), *self._static(static, codes)]
+        table = plan.device.page_table
+        block = min(64, layout.page_size)
+        tuned = replace(
+            self._tuning(layout, "prefill", "native", group, staged.row_count // group), tile=staged.shape.tile
+        )
+        sink = lse if sinks is None else sinks.to(self.torch_device, torch.float32)
+        for run in staged.runs:
+            stage_kernel[(staged.columns * layout.page_size // block, layout.kv_heads, 2)](
+                *arguments, bits_view(keys), bits_view(values), table, table.shape[1], run.sequence, run.first_column,
+                staged.columns, HEADS=layout.kv_heads, PAGE=layout.page_size, BT=block,
+                **key.constants("K"), **value.constants("V"),
+            )  # fmt: skip
+            attend_kernel[(run.item_count * layout.kv_heads,)](
+                query.detach(), *query.stride(), keys, keys, keys, keys, keys, values, values, values, values, values,
+                staged.table, staged.table.shape[0], run.items, out, lse, part_out, part_lse, sink, query.shape[1],
+                layout.window or 0, float(scale), float(softcap or 1.0),
+                HEADS=layout.kv_heads,
+                MODE=_MODE_NUMBER["native"],
+                MASK_ROWS=True,
+                CONTINUES=True,
+                WINDOW=layout.window is not None,
+                SOFTCAP=softcap is not None,
+                SINK=sinks is not None,
+                GROUP=group,
+                ROWS=staged.row_count,
+                M=max(16, triton.next_power_of_2(staged.row_count)),
+                T=tuned.tile,
+                PAGE=layout.page_size,
+                STAGES=tuned.stages,
+                INTERP=self.interpreted,
+                num_warps=tuned.warps,
+                maxnreg=tuned.registers,
+                **Side.of(_STAGED_FORMAT, layout.key_dim).constants("K"),
+                **Side.of(_STAGED_FORMAT, layout.value_dim).constants("V"),
             )  # fmt: skip
 
     def gather(
@@ -387,6 +462,28 @@ class TritonBackend(TorchBackend):
                 torch.empty((rows,), dtype=torch.float32, device=self.torch_device),
             )
         return prepared.scratch[launch.kind]
+
+    def _stage_columns(self, layout: GroupLayout, tile: int) -> int:
+        """Pages of a run: a power of two of tokens whose bf16 K and V fill at most :attr:`stage_bytes`, and whole
+        tiles."""
+        per_token = layout.kv_heads * (layout.key_dim + layout.value_dim) * 2
+        tokens = 1 << max(0, (self.stage_bytes // per_token).bit_length() - 1)
+        return max(tokens, tile, layout.page_size) // layout.page_size
+
+    def _stage_scratch(
+        self, prepared: Prepared, staged: Staged, layout: GroupLayout
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """bf16 K and V of one run, float32 running results and their base-2 LSE; shared by all layers of a step."""
+        if prepared.stage_scratch is None:
+            pages = (staged.columns, layout.kv_heads, layout.page_size)
+            rows = staged.blocks * layout.kv_heads * staged.row_count
+            prepared.stage_scratch = (
+                torch.empty((*pages, layout.key_dim), dtype=torch.bfloat16, device=self.torch_device),
+                torch.empty((*pages, layout.value_dim), dtype=torch.bfloat16, device=self.torch_device),
+                torch.empty((rows, layout.value_dim), dtype=torch.float32, device=self.torch_device),
+                torch.empty((rows,), dtype=torch.float32, device=self.torch_device),
+            )
+        return prepared.stage_scratch
 
     def _scales(self, store: TritonStore, layer: int, side: str) -> tuple[Tensor, Tensor]:
         """Bits of the scale and zero planes of one side, or the codes in their place where there are none."""

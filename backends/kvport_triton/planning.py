@@ -55,6 +55,31 @@ class Launch:
     partials: int
 
 
+@dataclass(frozen=True)
+class Run:
+    """A run of ``columns`` table columns of one sequence, decoded together, and the items that attend over it."""
+
+    sequence: int
+    first_column: int
+    items: Tensor
+    item_count: int
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Prefill over codes by runs: each is decoded into scratch pages, then attended over as float pages are.
+
+    ``table`` maps table columns to scratch pages. ``blocks`` counts running results, ``row_count`` rows of each.
+    """
+
+    shape: Shape
+    row_count: int
+    columns: int
+    runs: tuple[Run, ...]
+    table: Tensor
+    blocks: int
+
+
 @dataclass
 class Prepared:
     """The private part of a plan.
@@ -64,7 +89,9 @@ class Prepared:
     """
 
     launches: tuple[Launch, ...]
+    staged: Staged | None = None
     scratch: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
+    stage_scratch: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
     others: dict[tuple[int, torch.dtype], Plan] = field(default_factory=dict)
 
 
@@ -92,10 +119,11 @@ def build_items(
     tile_end = np.where(end > first, -(-end // shape.tile), tile_first)
     tiles = tile_end - tile_first
 
-    # One chunk length for the whole launch: programs of about equal work, as many as fill the GPU.
+    # One chunk length for the whole launch: programs of about equal work, about as many as fill the GPU. Rounding to
+    # the nearest count keeps a run that is a little longer than a chunk whole.
     work = int(tiles.sum()) * kv_heads
-    chunk = max(shape.least, -(-work // shape.programs))
-    splits = np.maximum(1, -(-tiles // chunk))
+    chunk = max(float(shape.least), work / shape.programs)
+    splits = np.maximum(1, np.rint(tiles / chunk).astype(np.int64)) if work else np.ones_like(tiles)
     # Splitting a run must not leave a nearly empty last part: cut into parts of equal length, then recount.
     part_length = -(-np.maximum(tiles, 1) // splits)
     splits = np.maximum(1, -(-tiles // part_length))
@@ -119,6 +147,44 @@ def build_items(
     return items, blocks, int(np.where(split, splits, 0).sum())
 
 
+def build_runs(
+    arrays: StepArrays,
+    *,
+    group: int,
+    window: int | None,
+    chosen: npt.NDArray[np.bool_],
+    shape: Shape,
+    page_size: int,
+    columns: int,
+) -> tuple[list[tuple[int, int, Int32Array]], int]:
+    """Runs of ``columns`` table columns, as (sequence, first column, items), and the number of running results.
+
+    The same items as :func:`build_items` without splits, cut at run boundaries. The ninth field says how an item
+    continues: 1 alone, 2 first, 3 neither, 4 last of its rows' runs; the tenth numbers the running result.
+    """
+    unsplit = Shape(shape.rows, shape.tile, programs=1, least=1 << 30)
+    items, _, _ = build_items(arrays, group=group, kv_heads=1, window=window, chosen=chosen, shape=unsplit)
+    items = items[np.lexsort((items[:, 1], items[:, 0]))].astype(np.int64)
+    items[:, 9] = np.arange(len(items))
+    length = columns * page_size // shape.tile
+    runs = []
+    for sequence in np.unique(items[:, 0]):
+        own = items[items[:, 0] == sequence]
+        for number in range(int(own[:, 6].min()) // length, -(-int(own[:, 7].max()) // length)):
+            low, high = number * length, (number + 1) * length
+            # Rows that see nothing at all still get their zeros, in the run where they would begin.
+            seeing = (own[:, 6] < high) & (own[:, 7] > low)
+            seeing |= (own[:, 6] == own[:, 7]) & (own[:, 6] // length == number)
+            part = own[seeing].copy()
+            first, last = part[:, 6] >= low, part[:, 7] <= high
+            part[:, 8] = np.select([first & last, first, ~last], [1, 2, 3], 4)
+            part[:, 6], part[:, 7] = np.maximum(part[:, 6], low), np.minimum(part[:, 7], high)
+            part[:, 0] = 0  # the scratch pages have one table for all
+            part = part[np.argsort(part[:, 6] - part[:, 7], kind="stable")]
+            runs.append((int(sequence), number * columns, part.astype(np.int32)))
+    return runs, len(items)
+
+
 def prepare(
     arrays: StepArrays,
     device: torch.device,
@@ -126,15 +192,22 @@ def prepare(
     group: int,
     kv_heads: int,
     window: int | None,
+    page_size: int,
     shapes: dict[str, Shape],
     most_verify: int,
+    stage_from: int | None = None,
+    stage_columns: int = 0,
 ) -> tuple[StepArrays, Prepared]:
-    """Device copies of the arrays and the launches of one step, all in one host-to-device copy."""
+    """Device copies of the arrays and the launches of one step, all in one host-to-device copy.
+
+    Sequences of at least ``stage_from`` query tokens are prefilled by runs of ``stage_columns`` decoded pages.
+    """
     counts = np.diff(arrays.query_starts.numpy())
+    staged = np.zeros_like(counts, dtype=np.bool_) if stage_from is None else counts >= stage_from
     kinds = {
         "decode": counts == 1,
-        "verify": (counts > 1) & (counts <= most_verify),
-        "prefill": counts > most_verify,
+        "verify": (counts > 1) & (counts <= most_verify) & ~staged,
+        "prefill": (counts > most_verify) & ~staged,
     }
     built = {}
     for kind, chosen in kinds.items():
@@ -142,32 +215,55 @@ def prepare(
             built[kind] = build_items(
                 arrays, group=group, kv_heads=kv_heads, window=window, chosen=chosen, shape=shapes[kind]
             )
+    runs: list[tuple[int, int, Int32Array]] = []
+    running = 0
+    if bool(staged.any()):
+        runs, running = build_runs(
+            arrays,
+            group=group,
+            window=window,
+            chosen=staged,
+            shape=shapes["staged"],
+            page_size=page_size,
+            columns=stage_columns,
+        )
     names = ("page_table", "kv_start", "lengths", "query_starts", "query_positions")
     pieces = [getattr(arrays, name).numpy().astype(np.int32, copy=False).ravel() for name in names]
     for items, blocks, _ in built.values():
         pieces += [items.ravel(), blocks.ravel()]
+    pieces += [items.ravel() for _, _, items in runs]
+    if runs:
+        pieces.append(np.arange(arrays.page_table.shape[1], dtype=np.int32) % stage_columns)
     # Every piece begins on 16 bytes, so that the kernels' loads stay aligned.
     offsets = np.cumsum([0, *(-(-piece.size // 4) * 4 for piece in pieces)])
-    staged = torch.empty(int(offsets[-1]), dtype=torch.int32, pin_memory=device.type == "cuda")
-    flat = staged.numpy()
+    pinned = torch.empty(int(offsets[-1]), dtype=torch.int32, pin_memory=device.type == "cuda")
+    flat = pinned.numpy()
     for piece, offset in zip(pieces, offsets, strict=False):
         flat[offset : offset + piece.size] = piece
-    moved = staged.to(device, non_blocking=True)
-    views = [moved[offset : offset + piece.size] for piece, offset in zip(pieces, offsets, strict=False)]
-    on_device = StepArrays(*(view.view(getattr(arrays, name).shape) for name, view in zip(names, views, strict=False)))
-    launches = []
-    for n, (kind, (items, blocks, partials)) in enumerate(built.items()):
-        shape = shapes[kind]
-        launches.append(
-            Launch(
-                kind=kind,
-                shape=shape,
-                row_count=max(1, shape.rows // group) * group,
-                items=views[len(names) + 2 * n],
-                item_count=len(items),
-                blocks=views[len(names) + 2 * n + 1],
-                block_count=len(blocks),
-                partials=partials,
-            )
+    moved = pinned.to(device, non_blocking=True)
+    views = iter([moved[offset : offset + piece.size] for piece, offset in zip(pieces, offsets, strict=False)])
+    on_device = StepArrays(*(next(views).view(getattr(arrays, name).shape) for name in names))
+    launches = [
+        Launch(
+            kind=kind,
+            shape=shapes[kind],
+            row_count=_rows(shapes[kind], group),
+            items=next(views),
+            item_count=len(items),
+            blocks=next(views),
+            block_count=len(blocks),
+            partials=partials,
         )
-    return on_device, Prepared(tuple(launches))
+        for kind, (items, blocks, partials) in built.items()
+    ]
+    prepared = Prepared(tuple(launches))
+    if runs:
+        found = tuple(Run(sequence, column, next(views), len(items)) for sequence, column, items in runs)
+        shape = shapes["staged"]
+        prepared.staged = Staged(shape, _rows(shape, group), stage_columns, found, next(views), running)
+    return on_device, prepared
+
+
+def _rows(shape: Shape, group: int) -> int:
+    """Rows a partial result has: the query tokens of a tile times the heads of a group."""
+    return max(1, shape.rows // group) * group

@@ -20,13 +20,15 @@ INTERPRETED_PROCESSORS: Final = 4
 @dataclass(frozen=True)
 class Tuning:
     """``tile`` stored tokens an iteration, ``warps`` and ``stages`` of the compiled program, ``waves`` programs per
-    multiprocessor that splitting aims at, ``rows`` query rows of a program."""
+    multiprocessor that splitting aims at, ``rows`` query rows of a program, ``registers`` a thread may have at most
+    (None: as many as the compiler likes), which decides how many programs share a multiprocessor."""
 
     tile: int
     warps: int
     stages: int
     waves: int
     rows: int = 16
+    registers: int | None = None
 
     def shape(self, processors: int) -> Shape:
         return Shape(rows=self.rows, tile=self.tile, programs=processors * self.waves)
@@ -43,12 +45,13 @@ def tuning(kind: str, mode: Mode, *, dim: int, bits: int, group: int, most_token
         # float32 products run on the ordinary lanes and are unrolled: small tiles keep registers and code in bounds.
         return Tuning(tile=32, warps=8 if wide else 4, stages=1, waves=4, rows=group if kind == "decode" else 16)
     if kind == "decode":
+        # Measured on an H200 over batches of 1 to 64 and contexts of 4k to 32k (docs/triton.md): the best all round.
         if mode == "native":
             return Tuning(tile=64, warps=4, stages=2 if wide else 3, waves=2 if wide else 4, rows=group)
         if bits <= 4:
-            return Tuning(tile=64 if wide else 128, warps=4, stages=3, waves=4, rows=group)
-        return Tuning(tile=64 if wide else 128, warps=2, stages=3, waves=4 if wide else 8, rows=group)
+            return Tuning(tile=64, warps=1 if not wide else 2, stages=3, waves=8, rows=group)
+        return Tuning(tile=64 if wide else 128, warps=2, stages=3, waves=4, rows=group)
     if kind == "verify":
         rows = min(64, triton.next_power_of_2(most_tokens * group))
         return Tuning(tile=64, warps=4, stages=2 if wide else 3, waves=2, rows=max(rows, group))
-    return Tuning(tile=32 if wide else 64, warps=8, stages=2, waves=1, rows=128)
+    return Tuning(tile=64 if wide else 128, warps=8, stages=2, waves=1, rows=128)

@@ -204,3 +204,34 @@ def test_decode_at_full_width(backend: Backend, text: str) -> None:
         for page_size in (16, 128):
             layout = layout_of(text, heads=8, group=4, dim=128, page_size=page_size, dtype=dtype)
             assert Filled(backend, layout, (1,) * 3, (2000, 777, 4100)).worst() <= 1
+
+
+@pytest.mark.parametrize("window", [None, 50])
+@pytest.mark.parametrize("text", ["int8", "k=int4:g32:asym,v=int2:g16"])
+def test_prefill_by_decoded_runs(
+    backend: Backend, text: str, window: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """bf16 prefill over codes goes run by run through a scratch buffer, here of 64 tokens."""
+    monkeypatch.setattr(backend, "stage_from", 4)
+    monkeypatch.setattr(backend, "stage_bytes", 64 * 2 * (64 + 32) * 2)
+    layout = layout_of(text, value_dim=32, window=window, dtype=torch.bfloat16)
+    poison = {(0, 170, 1, "value"): math.nan, (2, 15, 0, "key"): math.nan}
+    filled = Filled(backend, layout, (40, 1, 18, 0, 5), (200, 37, 18, 30, 133), poison=poison)
+    staged = filled.plan.private.staged
+    assert staged.columns * 16 == 64
+    assert len(staged.runs) > 3
+    assert filled.worst() <= 1
+    sinks = torch.from_numpy(inputs.values(5, (4,), low=-1.0, high=4.0))
+    assert filled.worst(sinks=sinks, softcap=30.0) <= 1
+
+
+def test_decoded_runs_of_nothing(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that see no stored token get zeros and -inf there, too."""
+    monkeypatch.setattr(backend, "stage_from", 2)
+    filled = Filled(backend, layout_of("int8", dtype=torch.bfloat16), (3, 4), (20, 30))
+    filled.arrays.lengths[0] = 0
+    filled.plan = backend.plan(filled.store, filled.arrays)
+    out, lse = filled.attend(filled.query(), scale=1.0)
+    assert bool((out[:3] == 0).all())
+    assert bool((lse[:3] == -math.inf).all())
+    assert bool(torch.isfinite(lse[3:]).all())

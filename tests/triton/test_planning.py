@@ -69,7 +69,7 @@ def test_one_long_sequence_fills_the_processors() -> None:
     items, _, _ = build_items(
         arrays([1], [131072], [0]), group=4, kv_heads=8, window=None, chosen=np.array([True]), shape=Shape(4, 128, 1056)
     )
-    assert 0.75 * 1056 <= len(items) * 8 <= 1056
+    assert 0.75 * 1056 <= len(items) * 8 <= 1.25 * 1056
 
 
 def test_a_full_batch_is_not_split() -> None:

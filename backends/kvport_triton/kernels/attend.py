@@ -60,6 +60,14 @@ INFINITY = tl.constexpr(float("inf"))
 
 
 @triton.jit
+def _larger(a, b, INTERP: tl.constexpr):
+    """Elementwise maximum that leaves NaN in ``b`` out; compiled maxima do so of themselves, numpy's do not."""
+    if INTERP:
+        b = tl.where(b == b, b, 0.0)
+    return tl.maximum(a, b)
+
+
+@triton.jit
 def _kept(value, stored, WHOLE: tl.constexpr):
     """``value`` where its token is stored, else 0."""
     if WHOLE:
@@ -180,8 +188,28 @@ def _weigh_floats(weights, value, acc, seen, PARTLY: tl.constexpr, IEEE: tl.cons
 
 
 @triton.jit
+def _largest_scale(
+    S, table, h, HEADS: tl.constexpr, begin, end, PAGE: tl.constexpr, GROUPS: tl.constexpr, SCALE: tl.constexpr,
+    INTERP: tl.constexpr,
+):
+    """The largest scale of the tokens begin .. end-1 (NaN left out), at least SMALLEST_TOP."""
+    BLOCK: tl.constexpr = 256 if INTERP else 1024
+    i = tl.arange(0, BLOCK)
+    largest = tl.zeros([BLOCK], tl.float32)
+    for first in tl.range(begin, end, BLOCK, num_stages=3):
+        token = first + i
+        page = tl.load(table + token // PAGE, mask=token < end, other=0)
+        base = page.to(tl.int64) * HEADS + h
+        for g in tl.static_range(GROUPS):
+            where = (base * GROUPS + g) * PAGE + token % PAGE
+            largest = _larger(largest, load_scale(S + where, token < end, SCALE), INTERP)
+    return tl.maximum(tl.max(largest, 0), SMALLEST_TOP)
+
+
+@triton.jit
 def _tile(
-    t, top, m, l, a0, a1, a2, a3, z0, z1, z2, z3, q0, q1, q2, q3, b0, b1, b2, b3, c0, c1, c2, c3, row_constant, rs, softcap,
+    t, top, m, l, a0, a1, a2, a3, z0, z1, z2, z3, q0, q1, q2, q3, b0, b1, b2, b3, c0, c1, c2, c3,
+    row_constant, rs, softcap, reference,
     K, KS, KZ, K_STATIC_S, K_STATIC_Z, V, VS, VZ, V_STATIC_S, V_STATIC_Z, TABLE, table_columns, h, HEADS: tl.constexpr,
     start, end, first, last,
     MODE: tl.constexpr, WHOLE: tl.constexpr, PARTLY: tl.constexpr, SOFTCAP: tl.constexpr, T: tl.constexpr,
@@ -190,7 +218,7 @@ def _tile(
     K_SYMMETRIC: tl.constexpr, K_GROUPS: tl.constexpr, K_STATIC: tl.constexpr, K_SCALE: tl.constexpr,
     V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_PER_BYTE: tl.constexpr, V_QUANTIZED: tl.constexpr,
     V_SYMMETRIC: tl.constexpr, V_GROUPS: tl.constexpr, V_STATIC: tl.constexpr, V_SCALE: tl.constexpr,
-    GAIN: tl.constexpr,
+    GAIN: tl.constexpr, COARSE: tl.constexpr, SCANNED: tl.constexpr,
 ):
     """One tile of ``T`` stored tokens.
 
@@ -212,6 +240,15 @@ def _tile(
     if PARTLY and not WHOLE:
         seen = seen & (position[None, :] > first[:, None]) & (position[None, :] <= last[:, None])
 
+    # In whole tiles of symmetric codes the scales, relative to the run's largest, multiply K and V as they become
+    # float16: fewer operations than on the scores, of which a tile of many rows has more. K only for bf16 queries: a
+    # rounded scale and a rounded product cost 2**-11, all that the bound allows float16 queries.
+    SCALED_K: tl.constexpr = MODE == CODES and WHOLE and K_STATIC == 0 and K_SYMMETRIC and COARSE and SCANNED
+    SCALED_V: tl.constexpr = MODE == CODES and WHOLE and V_STATIC == 0 and V_SYMMETRIC and SCANNED
+    if SCALED_K:
+        per_reference = 1.0 / reference
+        rs = rs * (reference * SUBNORMAL)
+
     # Scores, up to the positive row factor rs.
     K_SLICED: tl.constexpr = K_GROUPS if MODE == CODES else 1
     K_USED: tl.constexpr = K_DIM // (K_SLICED * K_PER_BYTE)
@@ -224,8 +261,17 @@ def _tile(
         if K_USED == K_WIDTH:
             code = tl.load(address)
         else:
-            code = tl.load(address, mask=(jk < K_USED)[None, :] & (i >= 0)[:, None], other=0)
-        if MODE == CODES:
+            code = tl.load(address, mask=(jk < K_USED)[None, :], other=0)
+        if SCALED_K:
+            where = (base * K_GROUPS + g) * PAGE + offset
+            ks = load_scale(KS + where, where >= 0, K_SCALE) * per_reference
+            for p in tl.static_range(K_PER_BYTE):
+                key = decode_half(code, p, K_BITS, INTERP) * (ks * plane_gain(K_BITS, p)).to(tl.float16)[:, None]
+                if g == 0 and p == 0:
+                    x = dot(q0, tl.trans(key), False, INTERP)
+                else:
+                    x = dot_add(pick(g * K_PER_BYTE + p, q0, q1, q2, q3), tl.trans(key), x, False, INTERP)
+        elif MODE == CODES:
             # The offset of subnormal codes is in the accumulator before the product begins.
             product = tl.zeros([M, T], tl.float32) + pick(g, b0, b1, b2, b3)[:, None]
             for p in tl.static_range(K_PER_BYTE):
@@ -264,10 +310,10 @@ def _tile(
     if not WHOLE:
         x = tl.where(seen, x, NEGATIVE_INFINITY)
 
-    new = tl.maximum(m, tl.max(x, 1))
+    new = tl.maximum(m, tl.max(x, 1) * rate)
     finite = tl.where(new == NEGATIVE_INFINITY, 0.0, new)  # a row that has seen nothing keeps weights 0
-    shrink = tl.exp2((m - finite) * rate)
-    weights = tl.exp2(x * rate[:, None] - (finite * rate - GAIN)[:, None])
+    shrink = tl.exp2(m - finite)
+    weights = tl.exp2(x * rate[:, None] - (finite - GAIN)[:, None])
     if MODE == CODES and V_STATIC > 0 and not V_SYMMETRIC:
         # Static zeros are added once at the end, times 1: the weights must sum to 1 as they were rounded.
         l = l * shrink + tl.sum(weights.to(tl.float16).to(tl.float32), 1)
@@ -279,14 +325,15 @@ def _tile(
     V_WIDTH: tl.constexpr = triton.next_power_of_2(V_USED) if V_USED > 16 else 16
     V_BYTES: tl.constexpr = V_DIM // V_PER_BYTE
     jv = tl.arange(0, V_WIDTH)
-    if MODE == CODES and V_STATIC == 0:
+    if SCALED_V:
+        inverse = 1.0 / top  # the scan has found it
+        rescale = shrink
+    elif MODE == CODES and V_STATIC == 0:
         peak = tl.zeros([T], tl.float32)
         for g in tl.static_range(V_GROUPS):
             where = (base * V_GROUPS + g) * PAGE + offset
             vs = _kept(load_scale(VS + where, where >= 0, V_SCALE), stored, WHOLE)
-            if not WHOLE or INTERP:
-                vs = tl.where(vs == vs, vs, 0.0)  # compiled maxima leave NaN out, numpy's do not
-            peak = tl.maximum(peak, vs)
+            peak = _larger(peak, vs, INTERP)
         higher = tl.maximum(top, tl.max(peak, 0))
         inverse = 1.0 / higher
         rescale = shrink * (top * inverse)
@@ -299,23 +346,27 @@ def _tile(
             if V_USED == V_WIDTH:
                 code = tl.load(address)
             else:
-                code = tl.load(address, mask=(jv < V_USED)[:, None] & (i >= 0)[None, :], other=0)
+                code = tl.load(address, mask=(jv < V_USED)[:, None], other=0)
         else:
             address = V + ((base * PAGE + offset) * V_DIM)[:, None] + jv[None, :]
             if WHOLE and V_USED == V_WIDTH:
                 code = tl.load(address)
             elif WHOLE:
-                code = tl.load(address, mask=(jv < V_USED)[None, :] & (i >= 0)[:, None], other=0.0)
+                code = tl.load(address, mask=(jv < V_USED)[None, :], other=0.0)
             else:
                 code = tl.load(address, mask=(jv < V_USED)[None, :] & stored[:, None], other=0.0)
         if MODE == CODES:
             if V_STATIC == 0:
                 where = (base * V_GROUPS + g) * PAGE + offset
                 vs = _kept(load_scale(VS + where, where >= 0, V_SCALE), stored, WHOLE)
-                w = weights * (vs * inverse)[None, :]
-                if PARTLY and not WHOLE:
-                    w = tl.where(seen, w, 0.0)  # a NaN scale reaches only the rows that see its token
-                w16 = w.to(tl.float16)
+                if SCALED_V:
+                    w16 = weights.to(tl.float16)
+                    v16 = (vs * inverse).to(tl.float16)
+                else:
+                    w = weights * (vs * inverse)[None, :]
+                    if PARTLY and not WHOLE:
+                        w = tl.where(seen, w, 0.0)  # a NaN scale reaches only the rows that see its token
+                    w16 = w.to(tl.float16)
                 if not V_SYMMETRIC:
                     # v = scale * code + zero may cancel, so both parts must carry the same rounded weight: the zero
                     # part takes back w16's, unless that is too small to be precise (or the scale is 0).
@@ -338,8 +389,11 @@ def _tile(
             else:
                 w16 = weights.to(tl.float16)
             for p in tl.static_range(V_PER_BYTE):
-                a = dot_add(w16, tl.trans(decode_half(code, p, V_BITS, INTERP)),
-                            pick(g * V_PER_BYTE + p, a0, a1, a2, a3) * rescale[:, None], False, INTERP)
+                value = decode_half(code, p, V_BITS, INTERP)
+                if SCALED_V:
+                    value = value * v16[None, :]
+                a = dot_add(w16, tl.trans(value), pick(g * V_PER_BYTE + p, a0, a1, a2, a3) * rescale[:, None], False,
+                            INTERP)
                 if g * V_PER_BYTE + p == 0:
                     a0 = a
                 elif g * V_PER_BYTE + p == 1:
@@ -388,7 +442,8 @@ def attend_kernel(
     Q, q_token, q_head, q_dim,
     K, KS, KZ, K_STATIC_S, K_STATIC_Z, V, VS, VZ, V_STATIC_S, V_STATIC_Z,
     TABLE, table_columns, ITEMS, OUT, LSE, PART_OUT, PART_LSE, SINKS, query_heads, window, scale, softcap,
-    HEADS: tl.constexpr, MODE: tl.constexpr, MASK_ROWS: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINK: tl.constexpr,
+    HEADS: tl.constexpr, MODE: tl.constexpr, MASK_ROWS: tl.constexpr, CONTINUES: tl.constexpr, WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr, SINK: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAGE: tl.constexpr,
     STAGES: tl.constexpr, INTERP: tl.constexpr,
     K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_PER_BYTE: tl.constexpr, K_QUANTIZED: tl.constexpr,
@@ -524,7 +579,10 @@ def attend_kernel(
     V_SLICES: tl.constexpr = V_SLICED * V_PER_BYTE
     # Weights are float16 unless K and V are float32 or bfloat16.
     GAIN: tl.constexpr = 0.0 if MODE == EXACT or (MODE == NATIVE and Q.dtype.element_ty != tl.float16) else 15.0
-    m = tl.full([M], NEGATIVE_INFINITY, tl.float32)
+    COARSE: tl.constexpr = Q.dtype.element_ty == tl.bfloat16
+    # Tiles of many rows repay a pass over the scales alone, a thirtieth of the bytes.
+    SCANNED: tl.constexpr = MODE == CODES and K_STATIC == 0 and V_STATIC == 0 and M >= 64
+    m = tl.full([M], NEGATIVE_INFINITY, tl.float32)  # running maximum of base-2 scores
     l = tl.zeros([M], tl.float32)
     top = SMALLEST_TOP + tl.sum(l, 0)
     unused = tl.zeros([M], tl.float32)
@@ -550,39 +608,59 @@ def attend_kernel(
         lowest = tl.maximum(start, query_position + tokens - window)
     whole_first = tl.minimum(tl.maximum((lowest + T - 1) // T, tile_first), tile_end)
     whole_end = tl.minimum(tl.maximum(tl.minimum(query_position + 1, end) // T, whole_first), tile_end)
+    reference = SMALLEST_TOP
+    if SCANNED:
+        if K_SYMMETRIC and COARSE:
+            reference = _largest_scale(KS, table, h, HEADS, whole_first * T, whole_end * T, PAGE, K_GROUPS, K_SCALE,
+                                       INTERP)
+        if V_SYMMETRIC:
+            top = _largest_scale(VS, table, h, HEADS, whole_first * T, whole_end * T, PAGE, V_GROUPS, V_SCALE, INTERP)
     for t in tl.range(whole_first, whole_end, num_stages=STAGES):
         top, m, l, a0, a1, a2, a3, z0, z1, z2, z3 = _tile(
             t, top, m, l, a0, a1, a2, a3, z0, z1, z2, z3, q0, q1, q2, q3, b0, b1, b2, b3, c0, c1, c2, c3,
-            row_constant, rs, softcap,
+            row_constant, rs, softcap, reference,
             K, KS, KZ, K_STATIC_S, K_STATIC_Z, V, VS, VZ, V_STATIC_S, V_STATIC_Z, table, table_columns, h, HEADS,
             start, end, first, last, MODE, True, MASK_ROWS, SOFTCAP, T, M, PAGE, INTERP,
             K_DIM, K_BITS, K_PER_BYTE, K_QUANTIZED, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE,
-            V_DIM, V_BITS, V_PER_BYTE, V_QUANTIZED, V_SYMMETRIC, V_GROUPS, V_STATIC, V_SCALE, GAIN,
+            V_DIM, V_BITS, V_PER_BYTE, V_QUANTIZED, V_SYMMETRIC, V_GROUPS, V_STATIC, V_SCALE, GAIN, COARSE, SCANNED,
         )
     before = whole_first - tile_first
     for n in tl.range(0, before + tile_end - whole_end, num_stages=1):
         t = tl.where(n < before, tile_first + n, whole_end + n - before)
         top, m, l, a0, a1, a2, a3, z0, z1, z2, z3 = _tile(
             t, top, m, l, a0, a1, a2, a3, z0, z1, z2, z3, q0, q1, q2, q3, b0, b1, b2, b3, c0, c1, c2, c3,
-            row_constant, rs, softcap,
+            row_constant, rs, softcap, reference,
             K, KS, KZ, K_STATIC_S, K_STATIC_Z, V, VS, VZ, V_STATIC_S, V_STATIC_Z, table, table_columns, h, HEADS,
             start, end, first, last, MODE, False, MASK_ROWS, SOFTCAP, T, M, PAGE, INTERP,
             K_DIM, K_BITS, K_PER_BYTE, K_QUANTIZED, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE,
-            V_DIM, V_BITS, V_PER_BYTE, V_QUANTIZED, V_SYMMETRIC, V_GROUPS, V_STATIC, V_SCALE, GAIN,
+            V_DIM, V_BITS, V_PER_BYTE, V_QUANTIZED, V_SYMMETRIC, V_GROUPS, V_STATIC, V_SCALE, GAIN, COARSE, SCANNED,
         )
 
     empty = l == 0.0
-    lse = tl.where(empty, NEGATIVE_INFINITY, m * (1.0 if SOFTCAP else rs) + tl.log2(tl.where(empty, 1.0, l)) - GAIN)
+    lse = tl.where(empty, NEGATIVE_INFINITY, m + tl.log2(tl.where(empty, 1.0, l)) - GAIN)
     per_weight = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, l))
     factor = per_weight
     if MODE == CODES and V_STATIC == 0:
         factor = per_weight * top
-    whole = splits == 1
-    if SINK:
-        sink = tl.load(SINKS + q_heads, mask=live & (splits + r * 0 == 1), other=NEGATIVE_INFINITY).to(tl.float32) * LOG2_E
-        lse, shift = _with_sink(lse, sink)  # a sink of -inf, as partials get, changes nothing
     row_out = rows.to(tl.int64) * query_heads + q_heads
     row_part = (part.to(tl.int64) * HEADS + h) * ROWS + r
+    whole = splits == 1
+    if CONTINUES:
+        # One of several launches over the same rows: 2 begins the running result, 3 and 4 merge with it, 4 ends it.
+        whole = whole | (splits == 4)
+        begun = live & (splits + r * 0 >= 3)
+        old = tl.load(PART_LSE + row_part, mask=begun, other=NEGATIVE_INFINITY)
+        high = tl.maximum(lse, old)
+        high = tl.where(high == NEGATIVE_INFINITY, 0.0, high)
+        both = high + tl.log2(tl.exp2(lse - high) + tl.exp2(old - high))
+        safe = tl.where(both == NEGATIVE_INFINITY, 0.0, both)
+        mine = tl.exp2(lse - safe)
+        theirs = tl.exp2(old - safe)
+        lse = both
+    if SINK:
+        last_part = live & (tl.where(whole, 1, 0) + r * 0 == 1)
+        sink = tl.load(SINKS + q_heads, mask=last_part, other=NEGATIVE_INFINITY).to(tl.float32) * LOG2_E
+        lse, shift = _with_sink(lse, sink)  # a sink of -inf, as partials get, changes nothing
     if whole:
         tl.store(LSE + row_out, lse * LN_2, mask=live)
     else:
@@ -602,9 +680,12 @@ def attend_kernel(
             elif not V_SYMMETRIC:
                 value = value + (pick(n // V_PER_BYTE, z0, z1, z2, z3) * per_weight)[:, None]
         value = tl.where(empty[:, None], 0.0, value)
+        inside = live[:, None] & (jv < V_USED)[None, :]
+        if CONTINUES:
+            kept = tl.load(PART_OUT + row_part[:, None] * V_DIM + e[None, :], mask=inside & begun[:, None], other=0.0)
+            value = value * mine[:, None] + kept * theirs[:, None]
         if SINK:
             value = value * shift[:, None]
-        inside = live[:, None] & (jv < V_USED)[None, :]
         if whole:
             tl.store(OUT + row_out[:, None] * V_DIM + e[None, :], value.to(OUT.dtype.element_ty), mask=inside)
         else:

@@ -20,6 +20,7 @@ from kvport_triton.kernels.attend import (
     SMALLEST_HALF,
     SMALLEST_TOP,
     _kept,
+    _larger,
     _static_slice,
     _with_sink,
 )
@@ -80,7 +81,7 @@ def _decode_tile(
         if K_USED == K_WIDTH:
             code = tl.load(address)
         else:
-            code = tl.load(address, mask=(jk < K_USED)[None, :] & (i >= 0)[:, None], other=0)
+            code = tl.load(address, mask=(jk < K_USED)[None, :], other=0)
         # The offset of subnormal codes is in the accumulator before the product begins.
         product = tl.zeros([T, N], tl.float32) + pick(g, b0, b1, b2, b3)[None, :]
         for p in tl.static_range(K_PER_BYTE):
@@ -125,9 +126,7 @@ def _decode_tile(
         for g in tl.static_range(V_GROUPS):
             where = (base * V_GROUPS + g) * PAGE + offset
             vs = _kept(load_scale(VS + where, where >= 0, V_SCALE), stored, WHOLE)
-            if not WHOLE or INTERP:
-                vs = tl.where(vs == vs, vs, 0.0)  # compiled maxima leave NaN out, numpy's do not
-            peak = tl.maximum(peak, vs)
+            peak = _larger(peak, vs, INTERP)
         higher = tl.maximum(top, tl.max(peak, 0))
         inverse = 1.0 / higher
         rescale = shrink * (top * inverse)
@@ -139,7 +138,7 @@ def _decode_tile(
         if V_USED == V_WIDTH:
             code = tl.load(address)
         else:
-            code = tl.load(address, mask=(jv < V_USED)[:, None] & (i >= 0)[None, :], other=0)
+            code = tl.load(address, mask=(jv < V_USED)[:, None], other=0)
         if V_STATIC == 0:
             where = (base * V_GROUPS + g) * PAGE + offset
             vs = _kept(load_scale(VS + where, where >= 0, V_SCALE), stored, WHOLE)
@@ -338,7 +337,8 @@ def decode_kernel(
         factor = per_weight * top
     whole = splits == 1
     if SINK:
-        sink = tl.load(SINKS + q_heads, mask=live & (splits + r * 0 == 1), other=NEGATIVE_INFINITY).to(tl.float32) * LOG2_E
+        alone = live & (splits + r * 0 == 1)
+        sink = tl.load(SINKS + q_heads, mask=alone, other=NEGATIVE_INFINITY).to(tl.float32) * LOG2_E
         lse, shift = _with_sink(lse, sink)  # a sink of -inf, as partials get, changes nothing
     row_out = row.to(tl.int64) * query_heads + q_heads
     row_part = (part.to(tl.int64) * HEADS + h) * GROUP + r

@@ -20,7 +20,6 @@ from kvport_triton.kernels.numerics import (
     INPUT_LIMIT,
     ROUNDER,
     floor_bits,
-    is_finite,
     load_scale,
     nan_bits,
     quotient,
@@ -48,7 +47,7 @@ def _pack(codes, BT: tl.constexpr, WIDTH: tl.constexpr, BITS: tl.constexpr):
 
 @triton.jit
 def _store_codes(
-    codes, C, page, offset, live, h, heads, first_byte, used,
+    codes, C, page, offset, live, run, h, heads, first_byte, used,
     BT: tl.constexpr, BYTES: tl.constexpr, WIDTH: tl.constexpr, PAGE: tl.constexpr, TRANSPOSED: tl.constexpr,
 ):  # fmt: skip
     """Scatter (BT, WIDTH) codes of head ``h``; ``first_byte`` is where they begin in a row of ``BYTES``."""
@@ -58,9 +57,15 @@ def _store_codes(
     if not TRANSPOSED:
         tl.store(C + ((base * PAGE + offset) * BYTES)[:, None] + first_byte + j[None, :], codes, mask=mask)
     else:
-        # Transposed in registers first, so that neighbouring lanes write neighbouring tokens of a page.
-        target = C + ((base * BYTES + first_byte) * PAGE + offset)[None, :] + j[:, None] * PAGE
-        tl.store(target, tl.trans(codes), mask=live[None, :] & (j < used)[:, None])
+        # Rows that fill an aligned run of slots, as in prefill, are stored as vectors along the tokens.
+        flipped = tl.trans(codes)
+        if run:
+            start = tl.min(base, 0) * (BYTES * PAGE) + tl.multiple_of(tl.min(offset, 0), BT)
+            target = C + start + (first_byte + j)[:, None] * PAGE + tl.arange(0, BT)[None, :]
+            tl.store(target, flipped, mask=(j < used)[:, None])
+        else:
+            target = C + ((base * BYTES + first_byte) * PAGE + offset)[None, :] + j[:, None] * PAGE
+            tl.store(target, flipped, mask=live[None, :] & (j < used)[:, None])
 
 
 @triton.jit
@@ -72,8 +77,14 @@ def _encode_side(
     INTERP: tl.constexpr,
 ):  # fmt: skip
     live = inside & (slots >= 0)
-    page = tl.where(live, slots // PAGE, 0)
-    offset = tl.where(live, slots % PAGE, 0)
+    # A skipped row counts as slot 0, which its mask keeps it from writing. (Selecting instead of multiplying trips a
+    # layout pass of triton 3.6 where branches follow.)
+    slots = slots * live.to(tl.int64)
+    page = slots // PAGE
+    offset = slots % PAGE
+    # Whether the rows fill slots first .. first + BT - 1 of one page, beginning at a multiple of BT.
+    first = tl.min(slots, 0)
+    run = tl.max(tl.abs(slots - first - tl.arange(0, BT)), 0) + first % BT + (BT - tl.sum(live.to(tl.int32), 0)) == 0
     N: tl.constexpr = DIM // GROUPS
     WIDTH: tl.constexpr = triton.next_power_of_2(N)
     BYTES: tl.constexpr = DIM // PER_BYTE
@@ -91,7 +102,7 @@ def _encode_side(
                 bits = tl.where(x == x, round_bits(x, PAGE_FLOAT), nan_bits(PAGE_FLOAT))
             if PAGE_FLOAT != FLOAT32:
                 bits = bits.to(tl.int16)
-            _store_codes(bits, C, page, offset, live, h, heads, 0, N, BT, BYTES, WIDTH, PAGE, TRANSPOSED)
+            _store_codes(bits, C, page, offset, live, run, h, heads, 0, N, BT, BYTES, WIDTH, PAGE, TRANSPOSED)
         else:
             x = loaded.to(tl.float32)
             if STATIC > 0:
@@ -103,12 +114,12 @@ def _encode_side(
                     where = h * DIM + tl.minimum(d, N - 1)[None, :]
                 scale = load_scale(STATIC_S + where, where >= 0, SCALE)
                 nan = x != x
-                finite = is_finite(x)
-                sign = tl.where(x < 0.0, -LARGEST, LARGEST)
-                x = tl.minimum(tl.maximum(x, -INPUT_LIMIT), INPUT_LIMIT)
                 if not SYMMETRIC:
                     x = x - load_scale(STATIC_Z + where, where >= 0, SCALE)
-                q = tl.where(finite, quotient(x, scale, INTERP), tl.where(nan, 0.0, sign))
+                # What lies beyond 512 scales saturates, infinities too; the quotient must not overflow on the way.
+                reach = tl.broadcast_to(scale * 512.0, x.shape)
+                x = tl.where(nan, 0.0, tl.minimum(tl.maximum(x, -reach), reach))
+                q = quotient(x, scale, INTERP)
                 flagged = tl.max((nan & used).to(tl.int32), 1) > 0
                 tl.store(FLAGS + page, tl.full([BT], 1, tl.uint8), mask=live & flagged)
             else:
@@ -140,11 +151,9 @@ def _encode_side(
             # low bits are then the integer; symmetric codes are stored plus half their range (kvport_triton.store).
             q = tl.minimum(tl.maximum(q, -LARGEST if SYMMETRIC else 0.0), LARGEST)
             q = q + (ROUNDER + (LARGEST + 1.0 if SYMMETRIC else 0.0))
-            if STATIC > 0 and not SYMMETRIC:
-                q = tl.where(nan, ROUNDER, q)  # code 0, whatever value that stands for
             packed = _pack(q.to(tl.int32, bitcast=True), BT, WIDTH, BITS)
             _store_codes(
-                packed.to(tl.uint8), C, page, offset, live, h, heads, g * (N // PER_BYTE), N // PER_BYTE,
+                packed.to(tl.uint8), C, page, offset, live, run, h, heads, g * (N // PER_BYTE), N // PER_BYTE,
                 BT, BYTES, WIDTH // PER_BYTE, PAGE, TRANSPOSED,
             )  # fmt: skip
 

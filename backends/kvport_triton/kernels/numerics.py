@@ -255,7 +255,8 @@ def tanh(x):
     )
     e = tl.exp2(tl.minimum(tl.abs(x), 20.0) * (2.0 * LOG2_E))
     far = 1.0 - 2.0 / (e + 1.0)
-    return tl.where(square < 0.0625, series, tl.where(x < 0.0, -far, far))
+    near = (square < 0.0625) | (x != x)  # NaN stays NaN in the series; compiled minima would lose it
+    return tl.where(near, series, tl.where(x < 0.0, -far, far))
 
 
 @triton.jit
