@@ -399,7 +399,7 @@ def test_a_group_wholly_below_the_smallest_zero_decodes_to_that_zero() -> None:
     assert np.isinf(round_trip_bound(spec, row(-1e6, -2e6), encoded.planes)).all()
 
 
-@pytest.mark.parametrize("constant", [2.5, -0.375, 1 / 3, -1e-3, 1e30, -2.0**-149, 3e4])
+@pytest.mark.parametrize("constant", [2.5, -0.375, 1 / 3, -1e-3, 1e30, -(2.0**-149), 3e4])
 @pytest.mark.parametrize("code", ["int8", "int4", "int2"])
 def test_a_constant_group_decodes_to_the_constant(constant: float, code: str) -> None:
     x = row(*[constant] * 4)
