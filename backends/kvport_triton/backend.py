@@ -180,7 +180,8 @@ class TritonBackend(TorchBackend):
         }
         shapes["staged"] = self._tuning(layout, "prefill", "native", layout.group_size, most["prefill"]).shape(1)
         # bf16 holds what the bound asks of bf16 queries, at any magnitude; float16 has neither room for large values.
-        staged = mode == "codes" and layout.dtype == torch.bfloat16
+        quantized = layout.format.key.quantized and layout.format.value.quantized
+        staged = quantized and layout.dtype == torch.bfloat16
         device, prepared = prepare(
             arrays,
             self.torch_device,
