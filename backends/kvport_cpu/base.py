@@ -41,7 +41,11 @@ class StoredSide(NamedTuple):
 
 
 class TorchStore(Store):
-    """``planes``: name -> ``(layers, pages, *shape)``; ``scales``: per layer, on the device; ``poison``: flags."""
+    """``planes``: name -> ``(layers, pages, *shape)``; ``scales``: per layer, on the device; ``poison``: flags.
+
+    ``paired``: where K and V are stored alike, the same memory as one tensor ``(2, layers, pages, *shape)`` by short
+    name. Both sides are then appended and read in one go: on a CPU, a decode step of a small model is spent in calls.
+    """
 
     def __init__(
         self,
@@ -50,9 +54,13 @@ class TorchStore(Store):
         planes: dict[str, Tensor],
         scales: tuple[LayerScales, ...],
         poison: Tensor | None,
+        paired: Mapping[str, Tensor] | None = None,
     ) -> None:
         super().__init__(layout, pages)
         self.planes, self.scales, self.poison = planes, scales, poison
+        pairs = [{n: pair[:, layer] for n, pair in (paired or {}).items()} for layer in range(layout.layers)]
+        self._pairs: list[dict[str, Tensor]] = pairs
+        self._pair_rows = [{n: pair.flatten(1, 2) for n, pair in layer.items()} for layer in pairs]
         # Made once: on a CPU, looking these up anew for each layer and step costs as much as a small model's attention.
         first, second = layout.sides
         self._sides = [
@@ -81,6 +89,14 @@ class TorchStore(Store):
     def of_side(self, layer: int, side: str) -> dict[str, Tensor]:
         """Planes of one side of one layer by short name ("codes", "scale", "zero"), each ``(pages, P, ...)``."""
         return self._views[layer][side]
+
+    def pair(self, layer: int) -> dict[str, Tensor]:
+        """Both sides of a layer by short name, each ``(2, pages, P, ...)``; empty where they are not stored alike."""
+        return self._pairs[layer]
+
+    def pair_rows(self, layer: int) -> dict[str, Tensor]:
+        """The same memory by slot: ``(2, pages * P, ...)``."""
+        return self._pair_rows[layer]
 
 
 class TorchBackend(Backend):
@@ -112,15 +128,24 @@ class TorchBackend(Backend):
         wanted = {p.name: ((layout.layers, pages, *p.shape), p.dtype) for p in layout.planes}
         if _needs_flags(layout):
             wanted[POISON] = ((layout.layers, pages), torch.uint8)
+        paired: dict[str, Tensor] = {}
         if storage is None:
             tensors = {n: torch.empty(s, dtype=d, device=self.torch_device) for n, (s, d) in wanted.items()}
+            if _alike(layout):
+                first, second = layout.sides
+                for name, (shape, dtype) in wanted.items():
+                    if name.startswith(f"{first.name}."):
+                        short = name.removeprefix(f"{first.name}.")
+                        pair = torch.empty((2, *shape), dtype=dtype, device=self.torch_device)
+                        tensors[name], tensors[f"{second.name}.{short}"] = pair
+                        paired[short] = pair
         else:
             tensors = {n: _take(storage, n, s, d, self.torch_device) for n, (s, d) in wanted.items()}
         poison = tensors.pop(POISON, None)
         if poison is not None:
             poison.zero_()
         moved = tuple(_to_device(s, self.torch_device) for s in scales or [LayerScales()] * layout.layers)
-        return TorchStore(layout, pages, tensors, moved, poison)
+        return TorchStore(layout, pages, tensors, moved, poison, paired)
 
     def buffers(self, store: Store) -> dict[str, Tensor]:
         assert isinstance(store, TorchStore)
@@ -135,10 +160,18 @@ class TorchBackend(Backend):
             )
         # A skipped row (-1) lands in slot 0 of the spare page, whose contents nobody reads: no host sync to filter.
         slots = slots.clamp(min=0)
+        rows = _rows(store.layout, key, value)
+        sides = store.sides(layer)
+        if pair := store.pair_rows(layer):
+            both = sides[0].encode(torch.stack(rows)).planes
+            for name, plane in pair.items():
+                plane.index_copy_(1, slots, both[name])
+            return
         pages, offsets = slots // page_size, slots % page_size
         poisoned: Tensor | None = None
-        for side, encoded in _encode(store, layer, key, value):
-            for name, plane in store.of_side(layer, side).items():
+        for side, given in zip(sides, rows, strict=True):
+            encoded = side.encode(given)
+            for name, plane in store.of_side(layer, side.name).items():
                 plane[pages, offsets] = encoded.planes[name]  # not through a view: storage may be strided
             if encoded.poisoned is not None:
                 poisoned = encoded.poisoned if poisoned is None else poisoned | encoded.poisoned
@@ -256,14 +289,14 @@ class TorchBackend(Backend):
     def _read(self, store: TorchStore, layer: int, pages: Tensor) -> tuple[Tensor, Tensor]:
         """Decode pages ``(n,)`` to float32 K ``(n, P, kv_heads, D)`` and V, never views of the store."""
         run = _as_run(pages)
-        found = []
-        for side in store.sides(layer):
-            planes = store.of_side(layer, side.name)
-            if run is not None and side.format.quantized:
-                planes = {name: plane[run] for name, plane in planes.items()}
-            else:
-                planes = {name: plane.index_select(0, pages) for name, plane in planes.items()}
-            found.append(side.decode(planes))
+        sides = store.sides(layer)
+        if run is not None and (pair := store.pair(layer)):
+            found = sides[0].decode(_pick(sides[0].format, pair, 1, run)).unbind()
+        else:
+            found = tuple(
+                side.decode(_pick(side.format, store.of_side(layer, side.name), 0, pages if run is None else run))
+                for side in sides
+            )
         if store.layout.latent:
             return torch.cat(found, -1), found[0]
         return found[0], found[1]
@@ -285,16 +318,18 @@ def _as_run(pages: Tensor) -> slice | None:
     return slice(ids[0], ids[0] + len(ids)) if ids == list(range(ids[0], ids[0] + len(ids))) else None
 
 
-def _encode(store: TorchStore, layer: int, key: Tensor, value: Tensor | None) -> list[tuple[str, codec.Encoded]]:
-    """What is stored of these rows, by side. Two sides alike are encoded in one go: half the calls of a decode step."""
-    sides = store.sides(layer)
-    rows = _rows(store.layout, key, value)
-    first, second = sides
-    alike = first.format == second.format and first.format.quantized and not first.format.calibrated
-    if alike and rows[0].shape == rows[1].shape:
-        both = first.encode(torch.stack(rows)).planes
-        return [(s.name, codec.Encoded({n: p[i] for n, p in both.items()})) for i, s in enumerate(sides)]
-    return [(side.name, side.encode(r)) for side, r in zip(sides, rows, strict=True)]
+def _pick(fmt: TensorFormat, planes: Mapping[str, Tensor], dim: int, pages: Tensor | slice) -> dict[str, Tensor]:
+    """Pages of each plane: views of a run, where decoding copies them; else copies."""
+    if isinstance(pages, Tensor):
+        return {name: plane.index_select(dim, pages) for name, plane in planes.items()}
+    views = {name: plane.narrow(dim, pages.start, pages.stop - pages.start) for name, plane in planes.items()}
+    return views if fmt.quantized else {name: view.clone() for name, view in views.items()}
+
+
+def _alike(layout: GroupLayout) -> bool:
+    """Whether both sides are stored in the same way, with nothing chosen beforehand that could differ."""
+    first, second = layout.sides
+    return first.format == second.format and first.dim == second.dim and not first.format.calibrated
 
 
 def _rows(layout: GroupLayout, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
