@@ -170,7 +170,8 @@ def build_runs(
     runs = []
     for sequence in np.unique(items[:, 0]):
         own = items[items[:, 0] == sequence]
-        for number in range(int(own[:, 6].min()) // length, -(-int(own[:, 7].max()) // length)):
+        begin = int(own[:, 6].min()) // length
+        for number in range(begin, max(begin + 1, -(-int(own[:, 7].max()) // length))):
             low, high = number * length, (number + 1) * length
             # Rows that see nothing at all still get their zeros, in the run where they would begin.
             seeing = (own[:, 6] < high) & (own[:, 7] > low)

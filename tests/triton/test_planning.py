@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from kvport_triton.planning import Shape, build_items
+from kvport_triton.planning import Shape, build_items, build_runs
 
 from kvport.backend import StepArrays
 
@@ -79,3 +79,35 @@ def test_a_full_batch_is_not_split() -> None:
     )  # fmt: skip
     assert len(items) == 256
     assert len(blocks) == partials == 0
+
+
+@pytest.mark.parametrize(("queries", "lengths", "starts", "window", "group"), CASES)
+@pytest.mark.parametrize("columns", [2, 16])
+def test_runs_cover_every_visible_token_once(
+    queries: list[int], lengths: list[int], starts: list[int], window: int | None, group: int, columns: int
+) -> None:
+    """Each row's runs begin, continue and end once, in order, and read what it sees once."""
+    given = arrays(queries, lengths, starts)
+    shape = Shape(64, 32, 1)
+    runs, blocks = build_runs(
+        given, group=group, window=window, chosen=np.array(queries) > 0, shape=shape, page_size=32, columns=columns
+    )
+    read: dict[int, list[int]] = {row: [] for row in range(sum(queries))}
+    states: dict[int, list[int]] = {block: [] for block in range(blocks)}
+    for sequence, column, items in runs:
+        for _, row, tokens, position, first, end, low, high, state, block in items.tolist():
+            assert column * 32 <= low * shape.tile
+            assert high * shape.tile <= (column + columns) * 32
+            assert int(given.query_starts[sequence]) <= row < int(given.query_starts[sequence + 1])
+            states[block].append(state)
+            for r in range(row, row + tokens):
+                at = position + r - row
+                seen = range(low * shape.tile, high * shape.tile)
+                read[r] += [p for p in seen if first <= p < end and p <= at and (window is None or p > at - window)]
+    for sequence, (a, b) in enumerate(itertools.pairwise(given.query_starts.tolist())):
+        for row in range(a, b):
+            at = lengths[sequence] - queries[sequence] + row - a
+            lowest = max(starts[sequence], 0 if window is None else at - window + 1)
+            assert read[row] == list(range(lowest, min(lengths[sequence], at + 1)))
+    for order in states.values():
+        assert order == [1] or (order[0] == 2 and order[-1] == 4 and set(order[1:-1]) <= {3})
