@@ -47,7 +47,10 @@ def tuning(kind: str, mode: Mode, *, dim: int, bits: int, group: int, most_token
     if kind == "decode":
         # Measured on an H200 over batches of 1 to 64 and contexts of 4k to 32k (docs/triton.md): the best all round.
         if mode == "native":
-            return Tuning(tile=64, warps=4, stages=2 if wide else 3, waves=2 if wide else 4, rows=group)
+            if wide:
+                return Tuning(tile=64, warps=4, stages=2, waves=2, rows=group)
+            # Four programs of 128 threads share a multiprocessor's 65536 registers, and one wave is then enough.
+            return Tuning(tile=64, warps=4, stages=3, waves=4, rows=group, registers=128)
         if bits <= 4:
             return Tuning(tile=64, warps=1 if not wide else 2, stages=3, waves=8, rows=group)
         return Tuning(tile=64 if wide else 128, warps=2, stages=3, waves=4, rows=group)

@@ -211,14 +211,14 @@ def test_decode_at_full_width(backend: Backend, text: str) -> None:
 def test_prefill_by_decoded_runs(
     backend: Backend, text: str, window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """bf16 prefill over codes goes run by run through a scratch buffer, here of 64 tokens."""
+    """bf16 prefill over codes goes run by run through a scratch buffer, here of one tile of tokens."""
     monkeypatch.setattr(backend, "stage_from", 4)
     monkeypatch.setattr(backend, "stage_bytes", 64 * 2 * (64 + 32) * 2)
     layout = layout_of(text, value_dim=32, window=window, dtype=torch.bfloat16)
     poison = {(0, 170, 1, "value"): math.nan, (2, 15, 0, "key"): math.nan}
-    filled = Filled(backend, layout, (40, 1, 18, 0, 5), (200, 37, 18, 30, 133), poison=poison)
+    filled = Filled(backend, layout, (40, 1, 18, 0, 5), (300, 37, 18, 30, 133), poison=poison)
     staged = filled.plan.private.staged
-    assert staged.columns * 16 == 64
+    assert staged.columns * 16 == staged.shape.tile
     assert len(staged.runs) > 3
     assert filled.worst() <= 1
     sinks = torch.from_numpy(inputs.values(5, (4,), low=-1.0, high=4.0))

@@ -129,7 +129,7 @@ def _exact_key(
                 x = x + _static_slice(STATIC_Z, h, 0, POSITION, DIM, 1, PER_BYTE, WIDTH, STATIC, SCALE)[None, :]
         else:
             j = tl.arange(0, WIDTH)
-            group = tl.minimum((j * PER_BYTE + POSITION) // (DIM // GROUPS), GROUPS - 1)
+            group = tl.minimum((j * PER_BYTE) // (DIM // GROUPS), GROUPS - 1)  # a byte lies in one group
             where = (base[:, None] * GROUPS + group[None, :]) * PAGE + offset[:, None]
             x = x * load_scale(S + where, where >= 0, SCALE)
             if not SYMMETRIC:
@@ -151,7 +151,7 @@ def _exact_value(
             x = x + _static_slice(STATIC_Z, h, 0, POSITION, DIM, 1, PER_BYTE, WIDTH, STATIC, SCALE)[:, None]
     else:
         j = tl.arange(0, WIDTH)
-        group = tl.minimum((j * PER_BYTE + POSITION) // (DIM // GROUPS), GROUPS - 1)
+        group = tl.minimum((j * PER_BYTE) // (DIM // GROUPS), GROUPS - 1)  # a byte lies in one group
         where = (base[None, :] * GROUPS + group[:, None]) * PAGE + offset[None, :]
         x = x * load_scale(S + where, where >= 0, SCALE)
         if not SYMMETRIC:

@@ -21,6 +21,17 @@ def _bf16_bits(x):
     return tl.where(x == x, round_bits(x, BFLOAT16), nan_bits(BFLOAT16)).to(tl.int16)
 
 
+@triton.jit
+def _interleave(a, b, c, d, PER_BYTE: tl.constexpr, BT: tl.constexpr, WIDTH: tl.constexpr):
+    """Tiles (BT, WIDTH) of the codes at each position of a byte -> (BT, WIDTH * PER_BYTE) in channel order."""
+    if PER_BYTE == 1:
+        return a
+    elif PER_BYTE == 2:
+        return tl.reshape(tl.join(a, b), (BT, 2 * WIDTH))
+    else:
+        return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (BT, 4 * WIDTH))
+
+
 @triton.jit(do_not_specialize=["first_column", "columns", "sequence", "table_columns"])
 def stage_kernel(
     K, KS, KZ, K_STATIC_S, K_STATIC_Z, V, VS, VZ, V_STATIC_S, V_STATIC_Z, KEYS, VALUES,
@@ -53,12 +64,24 @@ def stage_kernel(
                 K + ((base * PAGE + offset) * K_USED)[:, None] + jk[None, :], mask=(jk < K_USED)[None, :], other=0
             )
             for p in tl.static_range(K_PER_BYTE):
-                x = _exact_key(
+                x = _bf16_bits(_exact_key(
                     code, KS, KZ, K_STATIC_S, K_STATIC_Z, base, offset, h, p, K_DIM, PAGE, K_BITS, K_PER_BYTE,
                     K_QUANTIZED, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE, K_WIDTH,
-                )  # fmt: skip
-                d = jk * K_PER_BYTE + p
-                tl.store(KEYS + target[:, None] * K_DIM + d[None, :], _bf16_bits(x), mask=(jk < K_USED)[None, :])
+                ))  # fmt: skip
+                if p == 0:
+                    k0 = x
+                    k1 = x
+                    k2 = x
+                    k3 = x
+                elif p == 1:
+                    k1 = x
+                elif p == 2:
+                    k2 = x
+                else:
+                    k3 = x
+            d = tl.arange(0, K_WIDTH * K_PER_BYTE)
+            bits = _interleave(k0, k1, k2, k3, K_PER_BYTE, BT, K_WIDTH)
+            tl.store(KEYS + target[:, None] * K_DIM + d[None, :], bits, mask=(d < K_DIM)[None, :])
         else:
             V_USED: tl.constexpr = V_DIM // V_PER_BYTE
             V_WIDTH: tl.constexpr = triton.next_power_of_2(V_USED)
@@ -68,10 +91,21 @@ def stage_kernel(
                 mask=(jv < V_USED)[:, None], other=0,
             )  # fmt: skip
             for p in tl.static_range(V_PER_BYTE):
-                y = _exact_value(
+                y = tl.trans(_bf16_bits(_exact_value(
                     stored, VS, VZ, V_STATIC_S, V_STATIC_Z, base, offset, h, p, V_DIM, PAGE, V_BITS, V_PER_BYTE,
                     V_SYMMETRIC, V_GROUPS, V_STATIC, V_SCALE, V_WIDTH,
-                )  # fmt: skip
-                e = jv * V_PER_BYTE + p
-                bits = tl.trans(_bf16_bits(y))
-                tl.store(VALUES + target[:, None] * V_DIM + e[None, :], bits, mask=(jv < V_USED)[None, :])
+                )))  # fmt: skip
+                if p == 0:
+                    v0 = y
+                    v1 = y
+                    v2 = y
+                    v3 = y
+                elif p == 1:
+                    v1 = y
+                elif p == 2:
+                    v2 = y
+                else:
+                    v3 = y
+            e = tl.arange(0, V_WIDTH * V_PER_BYTE)
+            rows = _interleave(v0, v1, v2, v3, V_PER_BYTE, BT, V_WIDTH)
+            tl.store(VALUES + target[:, None] * V_DIM + e[None, :], rows, mask=(e < V_DIM)[None, :])
