@@ -5,11 +5,13 @@ process of its own with a time limit; what came of it is a row with its reason. 
 (``python -m kvport.inspection``), report line by line into a file, and so even a child that was killed has said how
 far it got.
 
-The clock of the limit starts when the child has imported kvport: a cold disk is not the plugin's fault.
+The clock of the limit starts when the child has imported kvport and torch: a cold disk is not the plugin's fault.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
 import json
 import os
 import signal
@@ -470,5 +472,9 @@ class _Child:
 
 if __name__ == "__main__":
     _request = json.loads(sys.argv[1])
+    # The clock starts when the answers file is there. Importing torch takes seconds and is not the plugin's fault;
+    # where it fails, the backends that need it say so.
+    with contextlib.suppress(Exception):
+        importlib.import_module("torch")
     with Path(_request["answers"]).open("w", encoding="utf-8") as _answers:
         _Child(_request, _answers).run()

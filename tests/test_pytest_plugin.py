@@ -24,6 +24,10 @@ pytest_plugins = ["pytester"]
 
 STAND_IN = {
     "kvport/__init__.py": "",
+    "kvport/reports/__init__.py": "",
+    "kvport/reports/reading.py": """
+        def sealed(record): return {**record, "digest": "a seal"}
+    """,
     "kvport/errors.py": """
         class KVPortError(Exception): pass
         class FormatError(KVPortError): pass

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import inspect
 import os
 import re
@@ -330,7 +329,7 @@ def test_allow_list(install: Install) -> None:
 
 @pytest.mark.parametrize("variable", ["KVPORT_PLUGINS", "KVPORT_DISABLE_PLUGINS"])
 def test_a_list_with_a_name_nobody_has(install: Install, variable: str) -> None:
-    with pytest.raises(UnknownBackend, match=rf"{variable}='good,godo' names 'godo', .*installed: good, reference"):
+    with pytest.raises(UnknownBackend, match=rf"{variable}='good,godo' names 'godo', .*installed: .*good, .*reference"):
         install("good", **{variable: "good,godo"}).load("cpu")
 
 
@@ -492,10 +491,7 @@ def test_examine_loads_in_a_child(install: Install) -> None:
 
 def test_every_plugin_of_the_folder_is_used_here() -> None:
     """A folder that no test installs would be dead weight."""
-    spec = importlib.util.spec_from_file_location("this", __file__)
-    assert spec is not None
-    assert spec.origin is not None
-    text = Path(spec.origin).read_text(encoding="utf-8")
+    text = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))
     for folder in PLUGINS.iterdir():
         assert f'"{folder.name}"' in text, folder.name
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from kvport.reports import Manifest, compare, read, text
+from kvport.reports import Manifest, compare, text
 from kvport.reports.html import page
+from kvport.reports.reading import read_unaltered
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -16,7 +17,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    found = compare([read(path) for path in args.reports], Manifest.installed())
+    found = compare([read_unaltered(path) for path in args.reports], Manifest.installed())
     print(text.comparison(found, markdown=args.markdown == "-"))
     if args.markdown and args.markdown != "-":
         Path(args.markdown).write_text(text.comparison(found, markdown=True), encoding="utf-8")

@@ -20,7 +20,7 @@ def run(args: argparse.Namespace) -> int:
     for path in generate(args.name, device, folder):
         print(f"wrote {folder / path}")
     print(
-        f"\nnext:\n  pip install -e {folder}\n  kvport backends\n"
+        f"\nnext:\n  pip install -e '{folder}[test]'\n  kvport backends\n"
         f"  pytest --pyargs kvport_conformance --backend={device}\n"
         "then make one operation native after the other: docs/write-a-backend.md has the order"
     )

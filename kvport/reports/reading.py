@@ -92,6 +92,17 @@ def read(path: str | os.PathLike[str]) -> Report:
     return Report(record, str(path))
 
 
+def read_unaltered(path: str | os.PathLike[str]) -> Report:
+    """:func:`read`, refusing a report whose seal does not match: what was edited proves nothing about a chip."""
+    report = read(path)
+    if report.record["digest"] != digest(report.record):
+        raise ReportError(
+            f"{path}: the seal does not match, so the report was edited or damaged after it was written; "
+            f"'kvport verify-report {path}' says more"
+        )
+    return report
+
+
 def schema() -> dict[str, Any]:
     """The published JSON Schema of a report."""
     found: dict[str, Any] = json.loads(
