@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -45,7 +45,7 @@ def attend_sequence(
     Row r sees stored positions j with kv_start <= j < length, j <= query_position + r and, with a window, j >
     query_position + r - window. Returns float32 output ``(rows, query_heads, E)`` and LSE ``(rows, query_heads)``.
     """
-    with _ieee_products():
+    with _ieee_products(query.device.type):
         outputs = [
             _attend_rows(
                 read,
@@ -67,17 +67,17 @@ def attend_sequence(
 
 
 @contextmanager
-def _ieee_products() -> Iterator[None]:
-    """float32 products in float32, whatever the process allows elsewhere (TF32 on GPUs, bfloat16 on CPUs)."""
+def _ieee_products(device_type: str) -> Iterator[None]:
+    """float32 products in float32, whatever the process allows elsewhere: TF32, bfloat16 on CPUs, autocast."""
     before = torch.get_float32_matmul_precision()
-    if before == "highest":
-        yield
-        return
-    torch.set_float32_matmul_precision("highest")
+    if before != "highest":
+        torch.set_float32_matmul_precision("highest")
     try:
-        yield
+        with torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext():
+            yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        if before != "highest":
+            torch.set_float32_matmul_precision(before)
 
 
 def _attend_rows(

@@ -92,7 +92,8 @@ class PageImage:
         try:
             with safe_open(os.fspath(path), framework="pt") as file:
                 metadata = file.metadata() or {}
-                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
+                # Copies: the file is mapped, and may be changed or cut by others after it was checked.
+                tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a mapping
         except FileNotFoundError:
             raise
         except (SafetensorError, OSError, ValueError) as error:

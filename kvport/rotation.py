@@ -43,21 +43,21 @@ def rotation_signs(seed: int, dim: int) -> tuple[float, ...]:
 
 def rotate(x: Tensor, seed: int, dim: int) -> Tensor:
     """Rotate the first ``dim`` channels of ``(..., channels)``; the result is float32."""
-    signs = torch.tensor(rotation_signs(seed, dim), device=x.device)
+    signs = torch.tensor(rotation_signs(seed, dim), dtype=torch.float32, device=x.device)
     turned = _transform(x[..., :dim].to(torch.float32) * signs)
     return turned if x.shape[-1] == dim else torch.cat([turned, x[..., dim:].to(torch.float32)], -1)
 
 
 def unrotate(x: Tensor, seed: int, dim: int) -> Tensor:
     """The inverse of :func:`rotate`, up to float32 rounding."""
-    signs = torch.tensor(rotation_signs(seed, dim), device=x.device)
+    signs = torch.tensor(rotation_signs(seed, dim), dtype=torch.float32, device=x.device)
     turned = _transform(x[..., :dim].to(torch.float32)) * signs
     return turned if x.shape[-1] == dim else torch.cat([turned, x[..., dim:].to(torch.float32)], -1)
 
 
 def _transform(x: Tensor) -> Tensor:
     size = rotation_size(x.shape[-1])
-    blocks = x.reshape(*x.shape[:-1], -1, size)
+    blocks = x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
     stride = 1
     while stride < size:
         pairs = blocks.reshape(*blocks.shape[:-1], size // (2 * stride), 2, stride)

@@ -63,8 +63,10 @@ class Sequence:
         tiers.
         """
         self._usable("pin")
-        if not isinstance(length, int) or isinstance(length, bool) or length < self._pin:
-            raise SequenceError(f"pin({length!r}): give a number of tokens >= {self._pin}, what is pinned already")
+        if not isinstance(length, int) or isinstance(length, bool) or not self._pin <= length < 2**31:
+            raise SequenceError(
+                f"pin({length!r}): give a number of tokens >= {self._pin}, what is pinned already, and below 2**31"
+            )
         if not any(tiers.tiered for tiers in self._cache._tiers):
             raise Unsupported(
                 f"format {self._cache.layout.format} has no higher precision to pin tokens in; add recent=N or sink=N"

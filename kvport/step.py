@@ -86,6 +86,7 @@ class Step:
         self._pages = [[list(s._pages[lane]) for s in self._sequences] for lane in range(lanes)]
         self._sealed = [list(s._sealed) for s in self._sequences]
         self._taken: list[list[int]] = []
+        self._copied: set[tuple[int, Sequence]] = set()  # (lane, sequence) whose shared open page is copied
         self._retained: list[tuple[int, int]] = []  # (lane, page): references added besides taken pages
         self._dropped: list[tuple[int, int]] = []  # (lane, page): references to release at commit
         self._seals: list[tuple[int, int, int]] = []  # (group, near page, far page)
@@ -117,7 +118,10 @@ class Step:
             for sequence, count in zip(self._sequences, self._counts, strict=True):
                 held = len(sequence._pages[tiers.near])
                 needs[tiers.near] += -(-(sequence.length + count) // size) - held
-                needs[tiers.near] += self._must_copy(tiers.near, sequence, count)
+                if self._must_copy(tiers.near, sequence, count):
+                    # Decided here once: an eviction that follows may drop the other reference.
+                    self._copied.add((tiers.near, sequence))
+                    needs[tiers.near] += 1
             near = {s._pages[tiers.near][i] for s in self._sequences for i in self._to_seal(group, tiers, s)}
             needs[tiers.far] += len(near - cache._sealed_as[group].keys())
         return needs
@@ -165,7 +169,7 @@ class Step:
         target: list[int] = []
         for s, (sequence, count) in enumerate(zip(self._sequences, self._counts, strict=True)):
             pages = self._pages[tiers.near][s]
-            if self._must_copy(tiers.near, sequence, count):
+            if (tiers.near, sequence) in self._copied:
                 source.append(pages[-1])
                 self._dropped.append((tiers.near, pages[-1]))
                 pages[-1] = next(fresh)
@@ -463,7 +467,9 @@ class Step:
         if tensor.dtype not in DTYPES.values():
             raise InvalidArgument(f"{name} has dtype {tensor.dtype}; allowed: float32, bfloat16, float16")
         device = self._cache.backend.torch_device
-        if tensor.device.type != device.type or (device.index is not None and tensor.device.index != device.index):
+        if tensor.device.type != device.type or (
+            device.index is not None and device.type != "cpu" and tensor.device.index != device.index
+        ):
             raise InvalidArgument(
                 f"{name} is on {tensor.device}, the cache is on {device}; move it with .to({str(device)!r})"
             )
