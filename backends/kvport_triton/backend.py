@@ -429,11 +429,7 @@ class TritonBackend(TorchBackend):
 
     def _tuning(self, layout: GroupLayout, kind: str, mode: Mode, group: int, tokens: int) -> Tuning:
         bits = max(layout.format.key.bits, layout.format.value.bits)
-        tuned = tuning(
-            kind, mode, dim=max(layout.key_dim, layout.value_dim), bits=bits, group=group, most_tokens=tokens
-        )
-        # The interpreter runs the same kernels; small tiles keep its numpy arrays as small as the test shapes.
-        return replace(tuned, tile=min(tuned.tile, 64)) if self.interpreted else tuned
+        return tuning(kind, mode, dim=max(layout.key_dim, layout.value_dim), bits=bits, group=group, most_tokens=tokens)
 
     def _plan_for(self, store: TritonStore, query: Tensor, plan: Plan, group: int) -> Plan:
         """The step's plan, or one of its own for a layer that reads these pages with other query heads or another

@@ -13,8 +13,8 @@ Mode = Literal["codes", "native", "exact"]
 
 #: The longest run of query tokens that counts as verification of drafts rather than prefill.
 MOST_VERIFY: Final = 16
-#: The interpreter pays per operation, not per element, and has no multiprocessors to fill.
-INTERPRETED_PROCESSORS: Final = 4
+#: The interpreter pays per operation, not per element, and has no multiprocessors to fill: few programs are best.
+INTERPRETED_PROCESSORS: Final = 1
 
 
 @dataclass(frozen=True)
