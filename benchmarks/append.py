@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from gpu_timing import layout_for, machine, rotations, save, time_calls, unit_scales
+
 from kvport_triton.availability import load
 
 TOKENS = (64, 512, 4096, 16384)

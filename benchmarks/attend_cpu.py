@@ -21,11 +21,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from kvport_cpu import reference
 from torch import Tensor
 
 import kvport
 from kvport import CacheLayout, PagedCache
+from kvport_cpu import reference
 
 #: SmolLM2-135M's attention layer.
 GEOMETRY = {"kv_heads": 3, "query_heads": 9, "head_dim": 64}

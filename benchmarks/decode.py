@@ -25,6 +25,7 @@ from gpu_timing import (
     step_arrays,
     time_calls,
 )
+
 from kvport_triton.availability import load
 
 #: name -> (batch, context, KV heads, query heads per KV head)

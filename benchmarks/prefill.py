@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from gpu_timing import check_attention, filled_store, layout_for, machine, save, sdpa_best, step_arrays, time_calls
+
 from kvport_triton.availability import load
 
 #: name -> (new tokens, history)

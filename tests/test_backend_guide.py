@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from kvport_conformance import bounds
 from kvport_conformance.cases import CHAPTERS, all_cases, run_case, select
 from kvport_conformance.profiles import PROFILES

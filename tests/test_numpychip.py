@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvport_conformance.cases import CHAPTERS, run_case, select
 
 from kvport.backend import operations
+from kvport_conformance.cases import CHAPTERS, run_case, select
 
 FOLDER = Path(__file__).parent / "plugins" / "numpychip"
 #: One format of each kind of arithmetic that the chip has; tiered formats only in their own chapter.

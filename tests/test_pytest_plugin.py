@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from pytest_kvport import split_formats
 from pytest_kvport.reporting import plain
 from pytest_kvport.selection import Selected, selected

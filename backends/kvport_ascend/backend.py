@@ -33,7 +33,6 @@ from itertools import pairwise
 from typing import Any, ClassVar
 
 import torch
-from kvport_cpu.base import POISON, TorchBackend, TorchStore
 from torch import Tensor
 
 from kvport.backend import Plan, StepArrays, Store, Support
@@ -44,6 +43,7 @@ from kvport_ascend.formats import BY_VALUE, max_pages, mode_of, refusals, static
 from kvport_ascend.pages import FORMS, ND, PageForm, buffers, own_or_given, signed_codes, to_canonical, to_native
 from kvport_ascend.probing import probe
 from kvport_ascend.socs import SOCS, Soc
+from kvport_cpu.base import POISON, TorchBackend, TorchStore
 
 #: How pages lie, on a device as well: nd (the default) or nz. Read when a backend is loaded.
 ENVIRONMENT_LAYOUT = "KVPORT_ASCEND_LAYOUT"

@@ -19,12 +19,12 @@ from collections.abc import Mapping
 from typing import Final
 
 import torch
-from kvport_cpu.base import POISON, TorchStore
 from torch import Tensor
 
 from kvport.errors import InvalidArgument
 from kvport.formats import TensorFormat
 from kvport.layout import GroupLayout
+from kvport_cpu.base import POISON, TorchStore
 
 NZ_FRACTION: Final = 32
 """int8 codes in the last axis of an NZ page: 32 bytes, by the scatter operator's documentation."""

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, Final
 import numpy as np
 import torch
 import triton
-from kvport_cpu.base import TorchBackend
 from torch import Tensor
 
 from kvport.backend import Execution, Plan, StepArrays, Store, Support
@@ -20,6 +19,7 @@ from kvport.errors import InvalidArgument, Unsupported
 from kvport.formats import TensorFormat
 from kvport.layout import GroupLayout
 from kvport.scales import LayerScales, SideScales
+from kvport_cpu.base import TorchBackend
 from kvport_triton.kernels.attend import CODES, EXACT, NATIVE, attend_kernel, merge_kernel
 from kvport_triton.kernels.decode import decode_kernel
 from kvport_triton.kernels.encode import append_kernel, begin_pages_kernel

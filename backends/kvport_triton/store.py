@@ -19,11 +19,11 @@ code's sign bit. The kernels turn unsigned codes into floats with one instructio
 from __future__ import annotations
 
 import torch
-from kvport_cpu.base import TorchStore
 from torch import Tensor
 
 from kvport.formats import TensorFormat
 from kvport.layout import GroupLayout, Plane
+from kvport_cpu.base import TorchStore
 
 #: Canonical axes (of one page) in private order.
 _HEAD_FIRST = (1, 0, 2)

@@ -8,13 +8,13 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from pytest_kvport import split_formats
-from pytest_kvport.reporting import CASE_KEY
 
 from kvport.backend import Backend
 from kvport_conformance.axes import TIERS
 from kvport_conformance.bench import Bench
 from kvport_conformance.cases import Case, all_cases, select
+from pytest_kvport import split_formats
+from pytest_kvport.reporting import CASE_KEY
 
 
 @cache

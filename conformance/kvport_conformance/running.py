@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from pytest_kvport import unsupported
-
 from kvport_conformance.bench import Bench
 from kvport_conformance.verdicts import NotSupported
+from pytest_kvport import unsupported
 
 
 def run(bench: Bench) -> None:

@@ -11,9 +11,6 @@ import math
 import numpy as np
 import pytest
 import torch
-from kvport_ascend import emulator
-from kvport_ascend.backend import AscendBackend, load_emulated
-from kvport_cpu.reference import ReferenceBackend
 
 from kvport.backend import Backend, StepArrays, Store, operations
 from kvport.cache import PagedCache
@@ -24,6 +21,9 @@ from kvport.scales import LayerScales, SideScales
 from kvport.sequences import Sequence
 from kvport.step import Fresh
 from kvport.tiers import make_lanes
+from kvport_ascend import emulator
+from kvport_ascend.backend import AscendBackend, load_emulated
+from kvport_cpu.reference import ReferenceBackend
 
 REFERENCE = ReferenceBackend("cpu", torch.device("cpu"))
 

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-from kvport_ascend.backend import load_emulated
-from kvport_ascend.checkpoints import read_kv_scales, read_modelslim
-from kvport_cpu.reference import ReferenceBackend
 from safetensors.torch import save_file
 
 from kvport.cache import PagedCache
 from kvport.errors import ScaleError
 from kvport.layout import CacheLayout
+from kvport_ascend.backend import load_emulated
+from kvport_ascend.checkpoints import read_kv_scales, read_modelslim
+from kvport_cpu.reference import ReferenceBackend
 
 KV_HEADS, DIM, LAYERS = 2, 64, 3
 

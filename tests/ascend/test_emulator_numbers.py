@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvport_ascend import emulator
 from numpy.typing import NDArray
+
+from kvport_ascend import emulator
 
 Array = NDArray[Any]
 FIA = "npu_fused_infer_attention_score"

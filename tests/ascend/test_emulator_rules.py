@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from kvport_ascend import emulator
 from kvport_ascend.emulator import rules, scatter_rules
 

@@ -8,12 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from kvport_ascend.backend import AscendBackend, load, load_emulated
-from kvport_ascend.emulator import rules, scatter_rules
-from kvport_conformance import oracle_attention
-from kvport_conformance.axes import FRACTAL
-from kvport_conformance.cases import Case, run_case, select
-from kvport_cpu.reference import ReferenceBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from kvport.backend import Store
@@ -21,6 +15,12 @@ from kvport.cache import PagedCache
 from kvport.errors import InvalidArgument, Unsupported
 from kvport.layout import CacheLayout, GroupLayout
 from kvport.scales import LayerScales, SideScales
+from kvport_ascend.backend import AscendBackend, load, load_emulated
+from kvport_ascend.emulator import rules, scatter_rules
+from kvport_conformance import oracle_attention
+from kvport_conformance.axes import FRACTAL
+from kvport_conformance.cases import Case, run_case, select
+from kvport_cpu.reference import ReferenceBackend
 
 REFERENCE = ReferenceBackend("cpu", torch.device("cpu"))
 CHANNEL = "int8:channel:static:scale=bf16"

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from kvport_ascend.probing import EMULATED, pairing_error, probe
 from kvport_ascend.socs import SOCS, soc_of
 

@@ -9,6 +9,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+
 from kvport_ascend import schemas
 
 VERSIONS = schemas.versions()

@@ -6,14 +6,14 @@ import re
 
 import pytest
 import torch
-from kvport_ascend.backend import AscendBackend
-from kvport_ascend.emulator import rules
-from kvport_ascend.formats import mode_of
-from kvport_ascend.socs import SOCS
 
 from kvport.backend import Support
 from kvport.layout import CacheLayout, GroupLayout
 from kvport.scales import LayerScales, SideScales
+from kvport_ascend.backend import AscendBackend
+from kvport_ascend.emulator import rules
+from kvport_ascend.formats import mode_of
+from kvport_ascend.socs import SOCS
 
 
 def backend(soc: str = "A3") -> AscendBackend:

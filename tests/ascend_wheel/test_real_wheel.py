@@ -25,6 +25,7 @@ if find_spec("torch_npu") is None:
 
 import torch
 import torch_npu
+
 from kvport_ascend import emulator, schemas
 from kvport_ascend.probing import probe
 

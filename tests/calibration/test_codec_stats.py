@@ -5,13 +5,13 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from kvport_conformance import oracle_codec
-from kvport_conformance.oracle_codec import CodecSpec
 
 from kvport import codec, codec_stats
 from kvport.codec_stats import Counts
 from kvport.formats import TensorFormat
 from kvport.scales import SideScales
+from kvport_conformance import oracle_codec
+from kvport_conformance.oracle_codec import CodecSpec
 
 TOKENS, HEADS, DIM = 8, 2, 32
 FORMATS = [

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-import kvport_conformance
 import numpy as np
 import pytest
+
+import kvport_conformance
 from kvport_conformance import inputs
 
 Array = np.ndarray[Any, Any]

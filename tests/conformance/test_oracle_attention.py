@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from kvport_conformance import inputs
 from kvport_conformance.oracle_attention import attend, attention_bound, merge, observed_over_bound
 from kvport_conformance.oracle_codec import CodecSpec, decode, encode

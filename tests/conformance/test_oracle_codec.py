@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from kvport_conformance import inputs
 from kvport_conformance.oracle_codec import (
     CodecSpec,

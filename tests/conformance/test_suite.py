@@ -6,13 +6,13 @@ import json
 from collections import Counter
 
 import pytest
+
+from kvport.errors import KVPortError
+from kvport.registry import load_backend
 from kvport_conformance import bounds, manifest, snapshot
 from kvport_conformance.axes import GEOMETRIES, HALF_GEOMETRIES, TIERS
 from kvport_conformance.cases import CHAPTERS, MANDATORY, all_cases, select
 from kvport_conformance.profiles import PROFILES, profiles_of
-
-from kvport.errors import KVPortError
-from kvport.registry import load_backend
 
 
 def test_the_committed_manifest_is_the_table_of_cases() -> None:

@@ -14,14 +14,14 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import torch
-from kvport_conformance import inputs, oracle_codec
-from kvport_conformance.oracle_attention import LSE_FLOOR, PRODUCT_ERROR, VALUE_FLOOR, observed_over_bound
-from kvport_conformance.oracle_codec import CodecSpec
-from kvport_cpu import reference
 from torch import Tensor
 
 from kvport import Backend, CacheFormat, CacheLayout, LayerScales, LayerSpec, PagedCache, Sequence, Step, TensorFormat
 from kvport.backend import Store
+from kvport_conformance import inputs, oracle_codec
+from kvport_conformance.oracle_attention import LSE_FLOOR, PRODUCT_ERROR, VALUE_FLOOR, observed_over_bound
+from kvport_conformance.oracle_codec import CodecSpec
+from kvport_cpu import reference
 
 Array = npt.NDArray[Any]
 

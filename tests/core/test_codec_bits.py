@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 from core_support import SCALE_NAMES, bits, floats, spec_of, to_numpy
-from kvport_conformance import inputs, oracle_codec
 from torch import Tensor
 
 from kvport import CacheLayout, LayerScales, SideScales, TensorFormat, codec
 from kvport.formats import DTYPES
 from kvport.scales import resolve_scales
+from kvport_conformance import inputs, oracle_codec
 
 HEADS, DIM = 3, 64
 INTEGERS = ("int8", "int4", "int2")

@@ -18,7 +18,6 @@ import core_support as support
 import numpy as np
 import pytest
 import torch
-from kvport_cpu.reference import ReferenceBackend
 from torch import Tensor
 
 import kvport
@@ -46,6 +45,7 @@ from kvport import (
     UnknownBackend,
     Unsupported,
 )
+from kvport_cpu.reference import ReferenceBackend
 
 Row = tuple[str, Callable[..., Any], type[KVPortError], tuple[str, ...]]
 

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 import torch
 from core_support import FORMATS, Array
-from kvport_conformance import inputs
 
 from kvport import CacheLayout, PagedCache, Sequence, Step
+from kvport_conformance import inputs
 
 PAGE_SIZES = (16, 48, 128)
 HEAD_DIMS = (64, 80, 128, 256)

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from core_support import FORMATS
-from kvport_conformance import inputs
 
 from kvport import CacheLayout, LayerScales, PagedCache, SideScales, StepArrays
+from kvport_conformance import inputs
 
 
 def poison_spare_only(cache: PagedCache) -> None:

@@ -30,9 +30,9 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
-from kvport_conformance import inputs
 
 from kvport import CacheLayout, IncompleteStep, OutOfPages, PagedCache, Sequence, SequenceError, Step
+from kvport_conformance import inputs
 
 POOL = 1024
 PAGE = 4

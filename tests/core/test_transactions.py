@@ -9,9 +9,9 @@ import core_support as support
 import pytest
 import torch
 from core_support import FORMATS
-from kvport_cpu.reference import ReferenceBackend
 
 from kvport import CacheLayout, IncompleteStep, OutOfPages, PagedCache, Sequence, Step, StepError
+from kvport_cpu.reference import ReferenceBackend
 
 
 class Failing(ReferenceBackend):

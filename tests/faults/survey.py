@@ -54,8 +54,9 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--cases", type=int, default=0, help="cases of each chapter, one of each check first (0: all)")
     args = parser.parse_args()
-    from kvport_conformance.cases import CHAPTERS
     from kvport_faults.gallery import FAULTS, quick_cases
+
+    from kvport_conformance.cases import CHAPTERS
 
     limit = args.cases or max(len(quick_cases(chapter)) for chapter in CHAPTERS)
     with ProcessPoolExecutor(args.jobs) as pool:

@@ -14,10 +14,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from kvport_conformance.cases import CHAPTERS, run_case
 from kvport_faults.gallery import FAULTS, first_rejection, quick_cases
 from kvport_faults.registry import Fault
 from kvport_faults.subject import Subject
+
+from kvport_conformance.cases import CHAPTERS, run_case
 
 SEEDS = (1, 2, 3, 4, 5)
 TABLE = Path(__file__).parents[2] / "docs" / "faults.md"

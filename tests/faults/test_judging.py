@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kvport_conformance.cases import run_case
 from kvport_faults.at_rest import Encoded, Integers, ReciprocalScale, Truncates
 from kvport_faults.gallery import FAULTS, quick_cases, results
 from kvport_faults.subject import Subject
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from kvport.formats import TensorFormat
 from kvport.scales import SideScales
+from kvport_conformance.cases import run_case
 
 
 class OneCode(ReciprocalScale):

@@ -16,13 +16,13 @@ import core_support as support
 import numpy as np
 import torch
 from core_support import Array
-from kvport_conformance import oracle_codec
-from kvport_cpu import reference
 from torch import Tensor
 
 from kvport import Backend, CacheFormat, CacheLayout, PagedCache, Sequence, TensorFormat
 from kvport.formats import dtype_name
 from kvport.tiers import make_lanes
+from kvport_conformance import oracle_codec
+from kvport_cpu import reference
 
 
 class Replay:

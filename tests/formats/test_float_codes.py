@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import torch
 from core_support import Array, bits, floats, spec_of, to_numpy
-from kvport_conformance import inputs, oracle_codec
 from torch import Tensor
 
 from kvport import CacheLayout, LayerScales, SideScales, TensorFormat, codec, codec_floats
 from kvport.scales import resolve_scales
+from kvport_conformance import inputs, oracle_codec
 
 HEADS, DIM = 2, 64
 SCALES = ("scale=fp32", "scale=bf16", "scale=fp16")

@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from core_support import Array
-from kvport_conformance import inputs
 from replay import Replay, open_layout, placed, round_trip, run
 
 from kvport import (
@@ -27,6 +26,7 @@ from kvport import (
 )
 from kvport.rotation import rotate
 from kvport.tiers import canonical_bytes, make_lanes
+from kvport_conformance import inputs
 
 LATENT, ROPE, HEADS = 64, 16, 4
 FORMATS = (

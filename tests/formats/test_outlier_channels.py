@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 import torch
 from core_support import Array, bits
-from kvport_conformance import inputs, oracle_codec
 from replay import open_layout, placed, tiered
 
 from kvport import (
@@ -35,6 +34,7 @@ from kvport.calibration import Calibrator
 from kvport.outliers import choose_channels
 from kvport.recipes import Recipe, load_recipe
 from kvport.tiers import canonical_bytes
+from kvport_conformance import inputs, oracle_codec
 
 HEADS, DIM, COUNT = 2, 32, 3
 CHANNELS = torch.tensor([[4, 9, 31], [0, 9, 16]])

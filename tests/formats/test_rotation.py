@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 from core_support import Array
-from kvport_conformance import inputs
 from replay import tiered
 
 from kvport import CacheFormat, CacheLayout, ImageError, LayerSpec, LayoutError
 from kvport.rotation import rotate, rotation_signs, rotation_size, unrotate
+from kvport_conformance import inputs
 
 DIMS = {16: 16, 32: 32, 48: 16, 64: 64, 80: 16, 96: 32, 112: 16, 128: 128, 192: 64, 256: 256}
 

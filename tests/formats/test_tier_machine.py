@@ -16,11 +16,11 @@ import torch
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from kvport_conformance import inputs
 from replay import Replay, attended, gathered, open_layout, placed, poison, state
 
 from kvport import CacheLayout, IncompleteStep, OutOfPages, PagedCache, Sequence, SequenceError
 from kvport.tiers import make_lanes
+from kvport_conformance import inputs
 
 PAGE, WINDOW, LONGEST, POOL = 4, 9, 34, 512
 OPERATIONS = {"long": 4000, "short": 130}

@@ -6,10 +6,10 @@ from typing import Any
 
 import pytest
 import torch
-from kvport_cpu import reference
 from replay import Replay, placed, run, state, tiered
 
 from kvport import OutOfPages, PagedCache, Sequence
+from kvport_cpu import reference
 
 FORMATS = ("int8,recent=6", "int4:g8:asym,sink=3,recent=5", "k=int2:c4:asym,v=int8,recent=3")
 

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import torch
 from core_support import Array, bits
-from kvport_conformance import inputs, oracle_codec
 from replay import Replay, placed, run, state, tiered
 
 from kvport import ImageError, LayerScales, OutOfPages, PageImage, ScaleError, SideScales
+from kvport_conformance import inputs, oracle_codec
 
 FORMATS = (
     "int8,recent=6",

@@ -6,13 +6,13 @@ from dataclasses import replace
 
 import pytest
 import torch
-from kvport_cpu.base import TorchBackend
 
 import kvport
 from kvport.backend import Support
 from kvport.errors import InvalidArgument, LayoutError
 from kvport.layout import CacheLayout, GroupLayout, LayerSpec
 from kvport.planning import Plan, plan
+from kvport_cpu.base import TorchBackend
 
 MIB = 2**20
 

@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from kvport_conformance import inputs, oracle_codec
 from torch import Tensor
 from triton_support import LAYER, allocate, layout_of, scales_of, spec_of, static_arguments, to_numpy, with_dtypes
 
 from kvport import codec
 from kvport.backend import Backend
+from kvport_conformance import inputs, oracle_codec
 
 FORMATS = [
     "int8",

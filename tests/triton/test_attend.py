@@ -6,11 +6,11 @@ import math
 
 import pytest
 import torch
-from kvport_conformance import inputs, oracle_attention
 from triton_support import Filled, layout_of, with_dtypes
 
 from kvport import InvalidArgument
 from kvport.backend import Backend
+from kvport_conformance import inputs, oracle_attention
 
 HALF = [torch.bfloat16, torch.float16]
 ALL = [torch.float32, *HALF]

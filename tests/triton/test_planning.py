@@ -7,9 +7,9 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from kvport_triton.planning import Shape, build_items, build_runs
 
 from kvport.backend import StepArrays
+from kvport_triton.planning import Shape, build_items, build_runs
 
 
 def arrays(queries: list[int], lengths: list[int], starts: list[int]) -> StepArrays:

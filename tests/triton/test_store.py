@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kvport_cpu.reference import load as load_reference
 from triton_support import LAYER, Filled, allocate, layout_of
 
 from kvport import InvalidArgument, Unsupported, codec
 from kvport.backend import Backend, operations
+from kvport_cpu.reference import load as load_reference
 
 FORMATS = ["int8", "int4:g32:asym:scale=bf16", "int2:g16", "k=int8:asym,v=bf16", "int8:head:static"]
 

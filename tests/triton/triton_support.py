@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from kvport_conformance import inputs, oracle_attention, oracle_codec
 from torch import Tensor
 
 from kvport.backend import Backend, StepArrays, Store
 from kvport.formats import CacheFormat, TensorFormat
 from kvport.layout import GroupLayout
 from kvport.scales import LayerScales, SideScales
+from kvport_conformance import inputs, oracle_attention, oracle_codec
 
 DTYPE_NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 SCALE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}

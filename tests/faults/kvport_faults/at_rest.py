@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-from kvport_cpu.base import TorchStore
 from torch import Tensor
 
 from kvport import codec
 from kvport.backend import Store
 from kvport.formats import TensorFormat
 from kvport.scales import SideScales
+from kvport_cpu.base import TorchStore
 from kvport_faults.registry import fault
 from kvport_faults.subject import Subject
 

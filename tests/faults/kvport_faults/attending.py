@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 
 import torch
-from kvport_cpu.base import TorchStore
 from torch import Tensor
 
 from kvport.backend import Plan, StepArrays, Store
 from kvport.layout import GroupLayout
+from kvport_cpu.base import TorchStore
 from kvport_faults.registry import fault
 from kvport_faults.subject import Subject
 

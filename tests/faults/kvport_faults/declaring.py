@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 import torch
-from kvport_cpu.base import TorchStore
 from torch import Tensor
 
 from kvport.backend import Plan, StepArrays, Store, Support
@@ -14,6 +13,7 @@ from kvport.errors import Unsupported
 from kvport.formats import TensorFormat
 from kvport.layout import GroupLayout
 from kvport.scales import LayerScales
+from kvport_cpu.base import TorchStore
 from kvport_faults.registry import fault
 from kvport_faults.subject import Subject
 

@@ -9,7 +9,6 @@ from functools import cache
 from typing import Final
 
 from kvport_conformance.cases import Case, Result, run_case, select
-
 from kvport_faults.registry import FAULTS, Fault
 
 MODULES: Final = ("at_rest", "reading", "keeping", "sharing", "attending", "moving", "declaring")

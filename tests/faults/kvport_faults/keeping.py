@@ -7,13 +7,13 @@ from dataclasses import replace
 from weakref import WeakKeyDictionary
 
 import torch
-from kvport_cpu.base import TorchStore
 from torch import Tensor
 
 from kvport.backend import Store
 from kvport.formats import TensorFormat
 from kvport.layout import GroupLayout
 from kvport.scales import LayerScales, SideScales
+from kvport_cpu.base import TorchStore
 from kvport_faults.registry import fault
 from kvport_faults.subject import Subject, page_index
 

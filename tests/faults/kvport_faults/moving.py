@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import torch
-from kvport_cpu.base import TorchStore
 from torch import Tensor
 
 from kvport import codec
 from kvport.backend import Store
+from kvport_cpu.base import TorchStore
 from kvport_faults.registry import fault
 from kvport_faults.subject import Subject, page_index
 

@@ -6,11 +6,11 @@ import math
 from weakref import WeakKeyDictionary
 
 import torch
-from kvport_cpu.base import TorchStore
 from torch import Tensor
 
 from kvport.backend import StepArrays, Store
 from kvport.layout import GroupLayout
+from kvport_cpu.base import TorchStore
 from kvport_faults.registry import fault
 from kvport_faults.subject import Subject
 

@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from weakref import WeakKeyDictionary
 
 import torch
-from kvport_cpu.base import TorchStore
 from torch import Tensor
 
 from kvport.backend import Plan, StepArrays, Store
+from kvport_cpu.base import TorchStore
 from kvport_faults.registry import fault
 from kvport_faults.subject import Subject, page_index
 

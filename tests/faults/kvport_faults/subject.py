@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from typing import ClassVar
 
 import torch
-from kvport_cpu.base import TorchBackend, TorchStore
 from torch import Tensor
 
 from kvport import codec
@@ -19,6 +18,7 @@ from kvport.backend import Plan, StepArrays, Store, Support
 from kvport.formats import TensorFormat
 from kvport.layout import GroupLayout
 from kvport.scales import SideScales
+from kvport_cpu.base import TorchBackend, TorchStore
 
 
 class Subject(TorchBackend):

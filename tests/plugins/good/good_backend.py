@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import ClassVar
 
 import torch
-from kvport_cpu.base import TorchBackend
 
 from kvport.backend import Support
 from kvport.hookspecs import Probe
 from kvport.layout import GroupLayout
+from kvport_cpu.base import TorchBackend
 
 
 class GoodBackend(TorchBackend):
