@@ -15,6 +15,7 @@ import pluggy
 
 if TYPE_CHECKING:
     from kvport.backend import Backend
+    from kvport.waivers import Waiver
 
 PROJECT: Final = "kvport"
 #: The backend interface this kvport speaks (see docs/backend-api.md for the changes by number).
@@ -90,3 +91,10 @@ class Hooks:
     @hookspec
     def kvport_backends(self) -> Iterable[BackendInfo]:  # type: ignore[empty-body]
         """Announce the backends of this module. One of them has the entry point's name."""
+
+    @hookspec
+    def kvport_waivers(self) -> Iterable[Waiver]:  # type: ignore[empty-body]
+        """Cases of the conformance suite that this module's backends are known to fail (:mod:`kvport.waivers`).
+
+        Optional, and asked for by the suite alone. ``kvport.waivers.read(path)`` gives the records of a file.
+        """

@@ -125,6 +125,8 @@ class Examination:
     location: str
     device: str
     capability: Capability
+    waivers: tuple[dict[str, str], ...] = ()
+    """What the plugin is known to fail in the conformance suite, as :meth:`kvport.waivers.Waiver.to_json` has it."""
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain data."""
@@ -172,7 +174,13 @@ def examine(text: str, *, time_limit: float = TIME_LIMIT) -> Examination:
     answer = {key: value for line in lines for key, value in line.items()}
     if "examined" in answer:
         examined = answer["examined"]
-        return Examination(**{**examined, "capability": _capability(examined["capability"])})
+        return Examination(
+            **{
+                **examined,
+                "capability": _capability(examined["capability"]),
+                "waivers": tuple(examined.get("waivers", ())),
+            }
+        )
     if "error" in answer:
         kind = getattr(errors, answer["error"], None)
         if isinstance(kind, type) and issubclass(kind, BackendError | errors.InvalidArgument):
@@ -455,6 +463,8 @@ class _Child:
             self.say(stage=f"selecting and probing a backend for {text!r}")
             selection = self.registry.select(text)
             self.say(stage=f"loading {selection.info.name}@{selection.request.device}")
+            capability = sample(selection, formats=())
+            self.say(stage=f"reading the waivers of {selection.entry.name}")
             examined = Examination(
                 request=text,
                 name=selection.info.name,
@@ -462,7 +472,11 @@ class _Child:
                 version=selection.entry.version,
                 location=selection.entry.location,
                 device=selection.request.device,
-                capability=sample(selection, formats=()),
+                capability=capability,
+                waivers=tuple(
+                    {**waiver.to_json(), "source": waiver.source or f"plugin {selection.entry.name}"}
+                    for waiver in self.registry.plugins.waivers(selection.entry.name)
+                ),
             )
         except Exception as error:
             self.say(error=type(error).__name__, message=str(error))

@@ -32,6 +32,7 @@ import pluggy
 
 from kvport.errors import BackendError, BackendUnavailable, InvalidArgument, PluginConflict, UnknownBackend
 from kvport.hookspecs import PROJECT, SUPPORTED_APIS, BackendInfo, Device, Hooks
+from kvport.waivers import Waiver
 
 GROUP: Final = "kvport"
 
@@ -171,6 +172,33 @@ class Plugins:
         if outcome.traceback:
             error.add_note(f"The plugin's own traceback:\n{outcome.traceback}")
         raise error
+
+    def waivers(self, name: str) -> tuple[Waiver, ...]:
+        """The waivers that the plugin of entry point ``name`` ships for its own backends; none where it has no hook.
+
+        Raises :class:`BackendUnavailable` where the hook raises, or gives anything but waivers for its own backends.
+        """
+        plugin = self.load(name)
+        module = self._manager.get_plugin(name)
+        found: list[Waiver] = []
+        for implementation in self._manager.hook.kvport_waivers.get_hookimpls():
+            if implementation.plugin is not module:
+                continue
+            who = f"kvport_waivers() of plugin {name} ({plugin.entry.provider})"
+            try:
+                answer: Any = implementation.function()
+                found += list(answer)
+            except Exception as error:
+                raise BackendUnavailable(f"{who}: {describe(error)}") from error
+            own = [info.name for info in plugin.backends]
+            for waiver in found:
+                if not isinstance(waiver, Waiver):
+                    raise BackendUnavailable(f"{who} must return kvport.waivers.Waiver records, got {waiver!r}")
+                if waiver.backend.partition("@")[0] not in own:
+                    raise BackendUnavailable(
+                        f"{who} waives cases of {waiver.backend!r}; a plugin waives those of its own: {', '.join(own)}"
+                    )
+        return tuple(found)
 
     def load_all(self) -> list[Plugin | LoadFailure]:
         """Load every plugin, each on its own, and return what became of each, by name."""

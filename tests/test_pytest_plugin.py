@@ -6,6 +6,7 @@ the real library.
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import subprocess
@@ -21,7 +22,12 @@ from pytest_kvport import split_formats
 from pytest_kvport.reporting import plain
 from pytest_kvport.selection import Selected, selected
 
+from kvport import waivers
+
 pytest_plugins = ["pytester"]
+
+#: A day on which a waiver still holds, whenever this runs.
+SOON = datetime.datetime.now(datetime.UTC).date() + datetime.timedelta(days=30)
 
 STAND_IN = {
     "kvport/__init__.py": "",
@@ -31,8 +37,10 @@ STAND_IN = {
     """,
     "kvport/errors.py": """
         class KVPortError(Exception): pass
-        class FormatError(KVPortError): pass
+        class InvalidArgument(KVPortError): pass
+        class FormatError(InvalidArgument): pass
     """,
+    "kvport/waivers.py": Path(waivers.__file__).read_text(encoding="utf-8"),
     "kvport/formats.py": """
         from kvport.errors import FormatError
         class CacheFormat:
@@ -49,16 +57,24 @@ STAND_IN = {
                 raise KVPortError("backend plugin broken (acme-kv 2.1): OSError: libacme.so is missing")
             capability = {"torch_device": "cpu", "execution": "hardware", "facts": {"driver": "9"}, "formats": [],
                           "operations": {"append": "native", "attend": "inherited"}}
+            shipped = [{"backend": "acme", "case": "scales/test_scale", "reason": "ours", "expires": "SOON",
+                        "issue": "", "source": "plugin acme"}] if text == "cpu:7" else []
             found = {"request": text, "name": "acme", "distribution": "acme-kv", "version": "2.1", "location": "/x",
-                     "device": text, "capability": capability}
+                     "device": text, "capability": capability, "waivers": shipped}
             return SimpleNamespace(to_json=lambda: found)
         def list_backends(probe):
             return [SimpleNamespace(name="acme", distribution="acme-kv")]
-    """,
+    """.replace("SOON", str(SOON)),
 }
 
 SUITE = {
     "kvport_conformance/__init__.py": "SUITE_VERSION = 7",
+    "kvport_conformance/manifest.py": """
+        IDS = ("append/test_backend", "append/test_declined", "append/test_length[1]", "append/test_length[2]",
+               "scales/test_scale")
+        def read():
+            return 7, dict.fromkeys(IDS, "quick")
+    """,
     "kvport_conformance/conftest.py": """
         import pytest
         @pytest.fixture(autouse=True)
@@ -182,7 +198,7 @@ def test_invocations_that_select_the_suite(world: World, how: str) -> None:
     result = world.pytest(*arguments, "--backend=cpu", cwd=world.checkout.parent / folder)
     assert result.ret == 0, result.outlines
     result.stdout.fnmatch_lines([PASSED])
-    result.stdout.fnmatch_lines(["acme on cpu: 4 pass, 0 fail, 1 unsupported, 0 error"])
+    result.stdout.fnmatch_lines(["acme on cpu: 4 pass, 0 fail, 1 unsupported, 0 waived, 0 error"])
     result.stdout.fnmatch_lines(["unsupported 1 x: no int4 in this chip"])
     result.stdout.fnmatch_lines(["kvport backend: acme (acme-kv 2.1) on cpu, execution hardware, 1 of 2 *native"])
 
@@ -285,7 +301,7 @@ def test_nothing_passed_is_a_failure(world: World, workers: list[str]) -> None:
     assert result.ret == 1
     result.stdout.fnmatch_lines(["FAILED: the conformance suite was selected, but none of its cases passed"])
     assert world.report()["run"]["exit_status"] == 1
-    assert world.report()["counts"] == {"pass": 0, "fail": 0, "unsupported": 1, "error": 0}
+    assert world.report()["counts"] == {"pass": 0, "fail": 0, "unsupported": 1, "waived": 0, "error": 0}
 
 
 def test_nothing_collected_is_a_failure(world: World) -> None:
@@ -389,7 +405,151 @@ def test_a_worker_that_dies_is_an_error_of_its_case(world: World) -> None:
 def test_a_test_that_never_ran_is_no_pass(world: World) -> None:
     result = world.pytest("conformance", "--backend=cpu", "--setup-only")
     assert result.ret == 1
-    result.stdout.fnmatch_lines(["acme on cpu: 0 pass, 0 fail, 0 unsupported, 5 error"])
+    result.stdout.fnmatch_lines(["acme on cpu: 0 pass, 0 fail, 0 unsupported, 0 waived, 5 error"])
+
+
+# --- waivers ---------------------------------------------------------------------------------------------------------
+
+FAILING = """
+    import pytest
+    pytestmark = pytest.mark.kvport_chapter("scales")
+    def test_scale():
+        assert 1 == 2, "the scale is off"
+"""
+
+
+def waive(world: World, *entries: dict[str, Any], name: str = "known.toml") -> str:
+    """A file of waivers, and the option that names it. Fields that are not given are those of a good one."""
+    good = {"backend": "acme", "case": "scales/test_scale", "reason": "firmware 7", "expires": SOON}
+    text = ""
+    for entry in entries:
+        fields = {key: value for key, value in {**good, **entry}.items() if value is not None}
+        text += "[[waiver]]\n" + "".join(
+            f"{key} = {value if isinstance(value, datetime.date | int) else json.dumps(value)}\n"
+            for key, value in fields.items()
+        )
+    (world.checkout / name).write_text(text, encoding="utf-8")
+    return f"--waivers={world.checkout / name}"
+
+
+@pytest.mark.parametrize("workers", [[], ["-n2"]], ids=["one", "xdist"])
+def test_a_waived_failure_is_a_result_of_its_own(world: World, workers: list[str]) -> None:
+    write(world.checkout / "conformance", {"kvport_conformance/nested/test_scales.py": FAILING})
+    option = waive(world, {"issue": "https://example.com/7"}, {"backend": "other", "case": "append/*"})
+    result = world.pytest("conformance", "--backend=cpu", option, "--report=report.json", "--junitxml=j.xml", *workers)
+    assert result.ret == 0, result.outlines
+    result.stdout.fnmatch_lines(["acme on cpu: 3 pass, 0 fail, 1 unsupported, 1 waived, 0 error"])
+    result.stdout.fnmatch_lines([f"waived 1 x, until {SOON}: firmware 7 (https://example.com/7)"])
+    for count in ("3 passed", "1 waived", "1 unsupported"):  # in no fixed order
+        assert count in result.outlines[-1]
+    assert world.report()["counts"] == {"pass": 3, "fail": 0, "unsupported": 1, "waived": 1, "error": 0}
+    [case] = [case for case in world.report()["cases"] if case["outcome"] == "waived"]
+    assert case["id"] == "scales/test_scale"
+    assert "the scale is off" in case["reason"]
+    assert case["waiver"] == {
+        "backend": "acme",
+        "case": "scales/test_scale",
+        "reason": "firmware 7",
+        "expires": str(SOON),
+        "issue": "https://example.com/7",
+        "source": f"{world.checkout / 'known.toml'}, waiver 1",
+    }
+    junit = (world.checkout / "j.xml").read_text(encoding="utf-8")
+    assert f"waived until {SOON}: firmware 7 (https://example.com/7); fails: " in junit
+
+
+def test_a_waived_case_that_passes_is_a_failure(world: World) -> None:
+    result = world.pytest("conformance", "--backend=cpu", waive(world, {}), "--report=report.json")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(
+        [f"*the case passes, and a waiver (*known.toml, waiver 1) says that it fails until {SOON}*"]
+    )
+    assert world.report()["counts"] == {"pass": 3, "fail": 1, "unsupported": 1, "waived": 0, "error": 0}
+
+
+def test_an_expired_waiver_waives_nothing(world: World) -> None:
+    write(world.checkout / "conformance", {"kvport_conformance/nested/test_scales.py": FAILING})
+    past = datetime.date(2020, 2, 29)
+    result = world.pytest("conformance", "--backend=cpu", waive(world, {"expires": past}), "--report=report.json")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(
+        ["*its waiver (*known.toml, waiver 1) has expired, it held until 2020-02-29: firmware 7"]
+    )
+    [case] = [case for case in world.report()["cases"] if case["outcome"] == "fail"]
+    assert "has expired" in case["reason"]
+    assert "waiver" not in case
+    # Nor does it forbid anything: what it was about may pass.
+    assert (
+        world.pytest(
+            "conformance", "--backend=cpu", waive(world, {"case": "append/test_b*", "expires": past}), "-k", "append"
+        ).ret
+        == 0
+    )
+
+
+def test_a_waiver_waives_no_refusal_and_no_error(world: World) -> None:
+    source = FAILING.replace(
+        "def test_scale():", "@pytest.fixture\n    def broken(): raise OSError\n    def test_scale(broken):"
+    )
+    write(world.checkout / "conformance", {"kvport_conformance/nested/test_scales.py": source})
+    option = waive(world, {}, {"case": "append/test_declined"})
+    assert world.pytest("conformance", "--backend=cpu", option, "--report=report.json").ret == 1
+    assert world.report()["counts"] == {"pass": 3, "fail": 0, "unsupported": 1, "waived": 0, "error": 1}
+
+
+def test_waived_alone_is_no_success(world: World) -> None:
+    write(world.checkout / "conformance", {"kvport_conformance/nested/test_scales.py": FAILING})
+    result = world.pytest("conformance", "--backend=cpu", waive(world, {}), "-k", "test_scale")
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(["FAILED: *none of its cases passed"])
+
+
+def test_a_plugin_ships_waivers_and_a_file_may_add_to_them(world: World) -> None:
+    write(world.checkout / "conformance", {"kvport_conformance/nested/test_scales.py": FAILING})
+    result = world.pytest("conformance", "--backend=cpu:7", "-k", "scale or length")
+    assert result.ret == 0, result.outlines
+    result.stdout.fnmatch_lines([f"waived 1 x, until {SOON}: ours"])
+    # The same entry twice is a mistake, wherever the two stand.
+    result = world.pytest("conformance", "--backend=cpu:7", waive(world, {}))
+    assert result.ret == 4
+    result.stderr.fnmatch_lines(["*'scales/test_scale' of acme is waived twice*"])
+
+
+@pytest.mark.parametrize(
+    "entry, said",
+    [
+        ({"case": "scales/test_scael"}, "*known.toml, waiver 1: no case of the suite is named 'scales/test_scael'*"),
+        ({"case": "append/test_length[12]"}, "*no case of the suite is named*"),  # brackets are no pattern
+        ({"case": None}, "*known.toml, waiver 1: lacks 'case'*"),
+        ({"reason": " "}, "*'reason' must be text that is not empty*"),
+        ({"expires": "soon"}, "*'expires' is a date such as 2026-06-30*got 'soon'*"),
+        ({"expires": 2027}, "*'expires' is a date*got 2027*"),
+        ({"expires": SOON.replace(year=SOON.year + 3)}, "*more than 366 days from now*"),
+        ({"until": "2027-01-01"}, "*unknown fields 'until'; known: backend, case, reason, expires, issue*"),
+        ({"backend": "acme@cpu:0"}, "*'backend' is a backend's name or name@device without an index*"),
+    ],
+)
+def test_a_bad_waiver_ends_the_run_with_its_reason(world: World, entry: dict[str, Any], said: str) -> None:
+    result = world.pytest("conformance", "--backend=cpu", waive(world, entry))
+    assert result.ret == 4
+    result.stderr.fnmatch_lines([said])
+
+
+def test_a_file_of_waivers_that_cannot_be(world: World) -> None:
+    for name, text, said in (
+        ("a.toml", "[[waiver]", "a.toml cannot be read as TOML*"),
+        ("a.json", "{", "a.json cannot be read as JSON*"),
+        ("a.txt", "", "a.txt: a file of waivers ends in .toml or .json"),
+        ("a.toml", "x = 1", "*a.toml: holds a list 'waiver' of waivers and nothing else, found: 'x'"),
+        ("a.json", '{"waiver": ["x"]}', "*a.json, waiver 1: a waiver is a table of *got 'x'"),
+    ):
+        (world.checkout / name).write_text(text)
+        result = world.pytest("conformance", "--backend=cpu", f"--waivers={name}")
+        assert result.ret == 4
+        result.stderr.fnmatch_lines([f"*--waivers: *{said}"])
+    result = world.pytest("conformance", "--backend=cpu", "--waivers=absent.toml")
+    assert result.ret == 4
+    result.stderr.fnmatch_lines(["*absent.toml cannot be read as TOML*No such file*"])
 
 
 # --- choosing and reporting ------------------------------------------------------------------------------------------
@@ -418,7 +578,7 @@ def test_report(world: World) -> None:
     assert (found["run"]["seed"], found["run"]["tier"], found["run"]["exit_status"]) == (5, "quick", 0)
     assert found["run"]["command"][0] == "pytest"
     assert "--report=report.json" in found["run"]["command"]
-    assert found["counts"] == {"pass": 4, "fail": 0, "unsupported": 1, "error": 0}
+    assert found["counts"] == {"pass": 4, "fail": 0, "unsupported": 1, "waived": 0, "error": 0}
     cases = {case["id"]: case for case in found["cases"]}
     assert list(cases) == sorted(cases)
     length = cases["append/test_length[2]"]

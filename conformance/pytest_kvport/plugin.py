@@ -4,9 +4,10 @@ Options. ``--kvport-backend=[backend@]device`` and its sisters exist in every ru
 ``--report``, ...) are added only when the suite was selected, after the initial conftests were loaded, so that a
 project which owns such a name keeps it; an owned ``--backend`` is read instead of ours.
 
-Verdicts. A case passes, fails, is *unsupported* (:func:`pytest_kvport.unsupported`) or is an error. An ordinary skip or
-xfail inside the suite is none of these and counts as an error. A run that was asked for the suite and in which nothing
-passed fails, although pytest would call it a success.
+Verdicts. A case passes, fails, is *unsupported* (:func:`pytest_kvport.unsupported`), is *waived* (it fails, and a
+waiver of ``--waivers`` or of the backend's plugin says so, see :mod:`kvport.waivers`) or is an error. A waived case
+that passes fails. An ordinary skip or xfail inside the suite is none of these and counts as an error. A run that was
+asked for the suite and in which nothing passed fails, although pytest would call it a success.
 
 Tests of the suite read ``config.getoption("kvport_backend")`` (and ``kvport_formats``, ``kvport_tier``,
 ``kvport_seed``), are marked with ``kvport_chapter(name)``, and put their record into ``item.user_properties`` as
@@ -20,7 +21,7 @@ import datetime
 import importlib
 import time
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -39,6 +40,10 @@ _OPTIONS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("formats", {"metavar": "FORMAT,...", "help": "only these cache formats"}),
     ("chapter", {"metavar": "NAME,...", "help": "only these chapters of the suite"}),
     ("tier", {"metavar": "NAME", "help": "how much to run; the suite's documentation names the tiers"}),
+    (
+        "waivers",
+        {"metavar": "FILE", "action": "append", "help": "known failures, as data (.toml or .json); may be repeated"},
+    ),
     ("seed", {"metavar": "N", "type": int, "default": 0, "help": "seed of the deterministic inputs (default 0)"}),
 )
 
@@ -50,6 +55,8 @@ MARKERS: Final = (
 _SELECTED: Final = pytest.StashKey[Selected]()
 _OWNED_BACKEND: Final = pytest.StashKey[bool]()
 _RUN: Final = pytest.StashKey["_Run"]()
+#: Case id -> its waiver as plain data; in every process that runs tests.
+_WAIVED: Final = pytest.StashKey[dict[str, dict[str, str]]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -103,15 +110,24 @@ def pytest_configure(config: pytest.Config) -> None:
     if not chosen.suite or any(getattr(config.option, name, False) for name in informing):
         return
     if hasattr(config, "workerinput"):  # an xdist worker: its controller has examined the backend, and reports
+        config.stash[_WAIVED] = config.workerinput.get("kvport_waived", {})
         return
     if path := config.option.kvport_report:
         if reason := reporting.unwritable(Path(path)):
             raise pytest.UsageError(f"--report={path}: {reason}")
         config.option.kvport_report = str(Path(path).absolute())
     _check_formats(config.option.kvport_formats)
-    run = _Run(config, chosen, _examine(config.option.kvport_backend))
+    examination = _examine(config.option.kvport_backend)
+    config.stash[_WAIVED] = _waived(config.option.kvport_waivers or (), examination)
+    run = _Run(config, chosen, examination)
     config.stash[_RUN] = run
     config.pluginmanager.register(run, "kvport-run")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    """xdist: what the controller found out, for a worker."""
+    node.workerinput["kvport_waived"] = node.config.stash.get(_WAIVED, {})
 
 
 def _check_formats(text: str | None) -> None:
@@ -142,6 +158,34 @@ def _examine(backend: str | None) -> dict[str, Any]:
         return inspection.examine(backend).to_json()
     except KVPortError as error:
         raise pytest.UsageError(f"--backend={backend}: {error}") from None
+
+
+def _waived(paths: Sequence[str], examination: dict[str, Any]) -> dict[str, dict[str, str]]:
+    """Case id -> its waiver as plain data, with ``state`` "holds" or "expired"; of files first, then of the plugin."""
+    shipped = examination.get("waivers", ())
+    if not paths and not shipped:
+        return {}
+    from kvport import waivers
+    from kvport.errors import KVPortError
+
+    manifest = importlib.import_module(f"{SUITE}.manifest")
+    today = datetime.datetime.now(datetime.UTC).date()
+    try:
+        known = [waiver for path in paths for waiver in waivers.read(path)]
+        known += [waivers.from_record(record) for record in shipped]
+        found = waivers.chosen(
+            known,
+            backend=examination["name"],
+            device=examination["device"],
+            cases=manifest.read()[1],
+            today=today,
+        )
+    except KVPortError as error:
+        raise pytest.UsageError(f"--waivers: {error}") from None
+    return {
+        case: {**waiver.to_json(), "state": "expired" if waiver.expired(today) else "holds"}
+        for case, waiver in found.items()
+    }
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -193,14 +237,44 @@ def pytest_runtest_makereport(
     elif made.failed:
         outcome = "fail" if call.when == "call" else "error"
         reason = raised.exconly(tryshort=True) if raised is not None else str(made.longrepr)
+    if call.when == "call" and (waiver := _waiver(item)):
+        outcome, reason = _apply(waiver, made, item, outcome, reason)
     made.kvport_outcome, made.kvport_reason = outcome, reason  # type: ignore[attr-defined]
     return made
 
 
+def _waiver(item: pytest.Item) -> dict[str, str] | None:
+    """The waiver about the case that an item runs."""
+    known = item.config.stash.get(_WAIVED, {})
+    return next((known.get(v["id"]) for k, v in item.user_properties if k == reporting.CASE_KEY), None)  # type: ignore[index]
+
+
+def _apply(
+    waiver: dict[str, str], made: pytest.TestReport, item: pytest.Item, outcome: reporting.Outcome, reason: str
+) -> tuple[reporting.Outcome, str]:
+    """What a waiver makes of a case's result. It waives failures, not what is declined or breaks around them."""
+    until = f"until {waiver['expires']}: {waiver['reason']}" + (f" ({waiver['issue']})" if waiver["issue"] else "")
+    if waiver["state"] == "expired":
+        if outcome == "fail":
+            reason += f"\n  its waiver ({waiver['source']}) has expired, it held {until}"
+            made.longrepr = f"{made.longrepr}\n  its waiver ({waiver['source']}) has expired, it held {until}"
+    elif outcome == "fail":
+        made.outcome = "skipped"
+        made.longrepr = str(item.path), item.location[1] or 0, f"waived {until}; fails: {reason}"
+        made.kvport_waiver = {key: value for key, value in waiver.items() if key != "state"}  # type: ignore[attr-defined]
+        return "waived", reason
+    elif outcome == "pass":
+        reason = f"the case passes, and a waiver ({waiver['source']}) says that it fails {until}; remove the waiver"
+        made.outcome, made.longrepr = "failed", reason
+        return "fail", reason
+    return outcome, reason
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_report_teststatus(report: pytest.TestReport | pytest.CollectReport) -> tuple[str, str, str] | None:
-    if getattr(report, "kvport_outcome", "") == "unsupported":
-        return "unsupported", "u", "UNSUPPORTED"
+    outcome = getattr(report, "kvport_outcome", "")
+    if outcome in ("unsupported", "waived"):
+        return outcome, outcome[0], outcome.upper()
     return None
 
 
@@ -212,6 +286,7 @@ class _Run:
         self.began = time.monotonic()
         self.results = reporting.Results()
         self.unsupported: Counter[str] = Counter()
+        self.waived: Counter[str] = Counter()
         self.phases: dict[str, list[Any]] = {}
         self.verdict = ""
 
@@ -232,12 +307,13 @@ class _Run:
                 self._file(report.nodeid, self.phases.pop(report.nodeid))
 
     def _file(self, nodeid: str, phases: list[Any]) -> None:
-        # A failure outranks an error around it, both outrank a decline; passing takes a call that ran to its end.
+        # A failure outranks an error around it, both outrank a waiver and a decline; passing takes a call that ran to
+        # its end.
         found: list[tuple[reporting.Outcome, str]] = [
             (getattr(phase, "kvport_outcome", "error"), getattr(phase, "kvport_reason", str(phase.longrepr)))
             for phase in phases
         ]
-        ranking: tuple[reporting.Outcome, ...] = ("fail", "error", "unsupported", "pass")
+        ranking: tuple[reporting.Outcome, ...] = ("fail", "error", "waived", "unsupported", "pass")
         outcome = min((outcome for outcome, _ in found), key=ranking.index)
         reason = next(reason for kind, reason in found if kind == outcome)
         if outcome == "pass" and not any(phase.when == "call" for phase in phases):
@@ -247,6 +323,11 @@ class _Run:
         records = [value for key, value in phases[-1].user_properties if key == reporting.CASE_KEY] or [
             value for key, value in phases[0].user_properties if key == reporting.CASE_KEY
         ]
+        waiver = next((w for phase in phases if (w := getattr(phase, "kvport_waiver", None))), None)
+        if outcome == "waived" and waiver:
+            issue = f" ({waiver['issue']})" if waiver["issue"] else ""
+            self.waived[f"until {waiver['expires']}: {waiver['reason']}{issue}"] += 1
+            records = [{**record, "waiver": waiver} for record in records]
         self.results.add(nodeid, records, outcome, sum(phase.duration for phase in phases), reason)
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
@@ -269,7 +350,7 @@ class _Run:
     def _report(self, exit_status: int) -> dict[str, Any]:
         option = self.config.option
         environment = reporting.environment()
-        found = {key: value for key, value in self.examination.items() if key != "capability"}
+        found = {key: value for key, value in self.examination.items() if key not in ("capability", "waivers")}
         capability = {key: value for key, value in self.examination["capability"].items() if key != "formats"}
         return {
             "schema_version": reporting.SCHEMA_VERSION,
@@ -300,6 +381,8 @@ class _Run:
         terminalreporter.line(f"{self.examination['name']} on {self.examination['device']}: {counts}")
         for reason, count in self.unsupported.most_common(20):
             terminalreporter.line(f"unsupported {count} x: {reason}")
+        for reason, count in self.waived.most_common():
+            terminalreporter.line(f"waived {count} x, {reason}", yellow=True)
         if self.verdict:
             terminalreporter.line(f"FAILED: {self.verdict}", red=True)
         if path := self.config.option.kvport_report:

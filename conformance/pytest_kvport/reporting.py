@@ -9,8 +9,9 @@ Layout of schema version 1::
     backend      request, name, distribution, version, device, torch_device, execution, operations, facts
     environment  python, platform, machine, packages {torch, numpy, pytest, ...}
     run          command, seed, formats, chapter, tier, exit_status, seconds
-    counts       pass, fail, unsupported, error
-    cases        [{id, chapter, outcome, seconds, reason, ...what the case measured}], sorted by id
+    counts       pass, fail, unsupported, waived, error
+    cases        [{id, chapter, outcome, seconds, reason, ...what the case measured}], sorted by id;
+                 a waived one has its waiver {backend, case, reason, expires, issue, source}
     digest       sha256 over the canonical JSON of the rest (see kvport.reports.reading, which has the schema too)
 """
 
@@ -35,8 +36,8 @@ CASE_KEY: Final = "kvport_case"
 #: Packages whose versions a reader of a report will ask for.
 PACKAGES: Final = ("kvport", "torch", "numpy", "pluggy", "safetensors", "pytest", "triton", "torch-npu")
 
-Outcome = Literal["pass", "fail", "unsupported", "error"]
-OUTCOMES: Final[tuple[Outcome, ...]] = ("pass", "fail", "unsupported", "error")
+Outcome = Literal["pass", "fail", "unsupported", "waived", "error"]
+OUTCOMES: Final[tuple[Outcome, ...]] = ("pass", "fail", "unsupported", "waived", "error")
 
 
 @dataclass

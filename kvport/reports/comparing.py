@@ -77,6 +77,7 @@ class Column:
     profiles: tuple[ProfileVerdict, ...]
     worst: tuple[tuple[str, str, float], ...]  # (figure, case id, observed / bound)
     failed: tuple[tuple[str, str], ...]  # (case id, reason)
+    waived: tuple[tuple[str, str], ...]  # (case id, waiver): failures that are known
     lacks: tuple[tuple[str, int], ...]  # (reason, cases)
     missing: int  # cases of the tier that were not run
 
@@ -109,10 +110,12 @@ class Comparison:
             return f"NO AGREEMENT: {names} differ on cases that both pass"
         if self.pairs and not any(pair.total.shared for pair in self.pairs):
             return "NO VERDICT: no two reports share a case"
+        known = [f"{len(column.waived)} of {column.label}" for column in self.columns if column.waived]
+        but = f", BUT FOR WAIVED FAILURES ({', '.join(known)})" if known else ""
         soft = [column.label for column in self.columns if column.report.execution != "hardware"]
         if soft:
-            return f"AGREEMENT, BUT NOT OF HARDWARE: {', '.join(soft)} did not run on a chip of its own"
-        return "AGREEMENT"
+            return f"AGREEMENT{but}, BUT NOT OF HARDWARE: {', '.join(soft)} did not run on a chip of its own"
+        return f"AGREEMENT{but}"
 
 
 def compare(reports: Sequence[Report], manifest: Manifest) -> Comparison:
@@ -167,9 +170,15 @@ def _column(report: Report, label: str, manifest: Manifest, possible: set[str]) 
         profile_verdicts(report, manifest),
         tuple(sorted(ratios, key=lambda entry: -entry[2])[:WORST]),
         tuple((case["id"], case["reason"]) for case in cases if case["outcome"] in ("fail", "error")),
+        tuple((case["id"], _waiver(case)) for case in cases if case["outcome"] == "waived"),
         tuple(lacks.most_common()),
         len(possible - set(report.cases)),
     )
+
+
+def _waiver(case: Mapping[str, Any]) -> str:
+    waiver = case.get("waiver", {})
+    return f"until {waiver.get('expires', '?')}: {waiver.get('reason', '?')}; fails: {case['reason']}"
 
 
 def _pair(a: int, b: int, reports: Sequence[Report], chapters: Sequence[str], possible: set[str]) -> Pair:
@@ -196,7 +205,7 @@ def _pair(a: int, b: int, reports: Sequence[Report], chapters: Sequence[str], po
 def _relation(first: Mapping[str, Any], second: Mapping[str, Any]) -> tuple[Relation, str] | None:
     """How two results of one case relate, None where it is not shared."""
     outcomes = first["outcome"], second["outcome"]
-    if "unsupported" in outcomes:
+    if "unsupported" in outcomes or "waived" in outcomes:  # a waived case failed: it agrees with nothing
         return None
     if outcomes != ("pass", "pass"):
         return "differ", f"{outcomes[0]} and {outcomes[1]}: {first['reason'] or second['reason']}"

@@ -63,6 +63,7 @@ def page(found: Comparison, title: str = "kvport conformance comparison") -> str
         _plots(found),
         _worst(found),
         _differences(found),
+        _waived(found),
         _lacks(found),
         "</body></html>",
     ]
@@ -82,7 +83,7 @@ def _backends(found: Comparison) -> str:
                 escape(f"{record['environment']['platform']}"),
                 escape(facts),
                 f"{native} of {len(backend['operations'])}",
-                *(str(column.counts.get(o, 0)) for o in ("pass", "fail", "error", "unsupported")),
+                *(str(column.counts.get(o, 0)) for o in ("pass", "fail", "error", "waived", "unsupported")),
                 str(column.missing),
             ]
         )
@@ -95,6 +96,7 @@ def _backends(found: Comparison) -> str:
         "pass",
         "fail",
         "error",
+        "waived",
         "unsupported",
         "not run",
     ]
@@ -209,6 +211,11 @@ def _differences(found: Comparison) -> str:
         for identity, why in p.differences
     ]
     return f"<h2>Differences</h2>{_table(['pair', 'case', 'why'], rows)}" if rows else ""
+
+
+def _waived(found: Comparison) -> str:
+    rows = [[_label(c), escape(identity), escape(why)] for c in found.columns for identity, why in c.waived]
+    return f"<h2>Waived: known failures</h2>{_table(['backend', 'case', 'waiver'], rows)}" if rows else ""
 
 
 def _lacks(found: Comparison) -> str:

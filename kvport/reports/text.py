@@ -26,7 +26,19 @@ def comparison(found: Comparison, *, markdown: bool = False) -> str:
     parts.append(title("Backends"))
     parts.append(
         table(
-            ["", "backend", "execution", "distribution", "machine", "pass", "fail", "error", "unsupported", "not run"],
+            [
+                "",
+                "backend",
+                "execution",
+                "distribution",
+                "machine",
+                "pass",
+                "fail",
+                "error",
+                "waived",
+                "unsupported",
+                "not run",
+            ],
             [
                 [
                     str(number + 1),
@@ -34,7 +46,7 @@ def comparison(found: Comparison, *, markdown: bool = False) -> str:
                     column.report.execution,
                     f"{column.report.backend['distribution']} {column.report.backend['version']}",
                     f"{column.report.record['environment']['machine']}, {_device(column.report.backend['facts'])}",
-                    *(str(column.counts.get(o, 0)) for o in ("pass", "fail", "error", "unsupported")),
+                    *(str(column.counts.get(o, 0)) for o in ("pass", "fail", "error", "waived", "unsupported")),
                     str(column.missing),
                 ]
                 for number, column in enumerate(found.columns)
@@ -89,6 +101,11 @@ def comparison(found: Comparison, *, markdown: bool = False) -> str:
         parts.append(title("Differences"))
         parts.append(table(["pair", "case", "why"], differences[:SHOWN]))
         parts += _rest(differences)
+    waived = [[column.label, identity, _line(why)] for column in found.columns for identity, why in column.waived]
+    if waived:
+        parts.append(title("Waived: known failures"))
+        parts.append(table(["backend", "case", "waiver"], waived[:SHOWN]))
+        parts += _rest(waived)
     lacking = [[column.label, str(count), _line(why)] for column in found.columns for why, count in column.lacks]
     if lacking:
         parts.append(title("What each lacks"))
@@ -106,10 +123,18 @@ def verification(found: Verification, label: str) -> str:
     lines += [f"  note: {note}" for note in found.notes]
     if found.profiles:
         rows = [
-            [p.name, p.verdict, f"{p.passed} of {p.total}", f"{p.share:.1%}", str(p.failed), str(p.unsupported)]
+            [
+                p.name,
+                p.verdict,
+                f"{p.passed} of {p.total}",
+                f"{p.share:.1%}",
+                str(p.failed),
+                str(p.waived),
+                str(p.unsupported),
+            ]
             for p in found.profiles
         ]
-        lines += ["", _plain(["profile", "verdict", "passed", "share", "failed", "unsupported"], rows)]
+        lines += ["", _plain(["profile", "verdict", "passed", "share", "failed", "waived", "unsupported"], rows)]
     return "\n".join(lines)
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from kvport.reports.reading import Report, ReportError, digest, schema_faults
 
 #: Outcomes in the order in which a report counts them.
-OUTCOMES = ("pass", "fail", "unsupported", "error")
+OUTCOMES = ("pass", "fail", "unsupported", "waived", "error")
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,7 @@ class ProfileVerdict:
     failed: int
     unsupported: int
     total: int
+    waived: int = 0
 
     @property
     def share(self) -> float:
@@ -78,12 +79,17 @@ class ProfileVerdict:
 
     @property
     def verdict(self) -> str:
-        """conforms (nothing failed), with everything or in part; fails; or nothing was run."""
-        if self.failed:
+        """conforms (nothing failed), with everything, in part or but for waived cases; fails; or nothing was run.
+
+        A waived case has failed: it is no part of the share, and where nothing passed beside it the profile fails.
+        """
+        if self.failed or (self.waived and not self.passed):
             return "fails"
         if not self.passed:
             return "not supported" if self.unsupported else "not run"
-        return "conforms" if self.passed == self.total else "conforms in part"
+        if self.passed == self.total:
+            return "conforms"
+        return "conforms but for waivers" if self.waived else "conforms in part"
 
 
 @dataclass(frozen=True)
@@ -136,7 +142,7 @@ def profile_verdicts(report: Report, manifest: Manifest) -> tuple[ProfileVerdict
         outcomes = Counter(case["outcome"] for case in known if name in case.get("profiles", ()))
         failed = outcomes["fail"] + outcomes["error"]
         total = sizes["quick"] if report.tier == "quick" else sizes["quick"] + sizes["full"]
-        found.append(ProfileVerdict(name, outcomes["pass"], failed, outcomes["unsupported"], total))
+        found.append(ProfileVerdict(name, outcomes["pass"], failed, outcomes["unsupported"], total, outcomes["waived"]))
     return tuple(found)
 
 
@@ -153,6 +159,8 @@ def _contradictions(report: Report, manifest: Manifest) -> list[str]:
             wrong = f"is {case['outcome']} without a reason"
         elif case["outcome"] == "pass":
             wrong = _contradiction(case)
+        elif case["outcome"] == "waived":
+            wrong = _unwaived(case, str(report.record["created"]))
         if wrong:
             found.append(f"{identity} {wrong}")
     return found
@@ -166,6 +174,19 @@ def _contradiction(case: Mapping[str, Any]) -> str:
     differing = sum(int(case[name]["differing"]) for name in ("codes", "scales") if name in case)
     if differing and case.get("exactness") == "bit-exact":
         return f"says bit-exact with {differing} codes or scales that differ"
+    return ""
+
+
+def _unwaived(case: Mapping[str, Any], created: str) -> str:
+    """Why a case that says it is waived is not; ``created`` is the report's time in ISO form."""
+    waiver = case.get("waiver")
+    if waiver is None:
+        return "is waived without a waiver"
+    if not waiver["reason"]:
+        return "is waived without a reason"
+    # Both are ISO dates, which sort as text.
+    if waiver["expires"] < created[: len("2026-01-01")]:
+        return f"is waived by what expired on {waiver['expires']}, before the run"
     return ""
 
 
@@ -194,6 +215,12 @@ def _notes(report: Report) -> list[str]:
         found.append(
             "a partial run (formats or chapters were chosen): profiles are judged as if the rest had not passed"
         )
+    if waived := [case for case in report.cases.values() if case["outcome"] == "waived"]:
+        known = Counter(
+            f"until {w['expires']}: {w['reason']}" for case in waived if (w := case.get("waiver")) is not None
+        )
+        listed = "; ".join(f"{count} x {why}" for why, count in known.most_common())
+        found.append(f"{len(waived)} cases fail and are waived, which is no pass ({listed})")
     inherited = [name for name, how in report.backend["operations"].items() if how == "inherited"]
     if inherited:
         found.append(f"inherited, not the backend's own: {', '.join(inherited)}")

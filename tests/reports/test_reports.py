@@ -87,6 +87,18 @@ def _set(identity: str, **fields: Any) -> Callable[[dict[str, Any]], object]:
 
 FIRST = "append/rows/int8/small"
 LAST = "pages/every_length/int8/small"
+
+
+def _waived(expires: str = "2026-02-01") -> Callable[[dict[str, Any]], object]:
+    waiver = {"backend": "one", "case": LAST, "reason": "firmware 7", "expires": expires, "issue": "", "source": "w"}
+
+    def change(r: dict[str, Any]) -> None:
+        _set(LAST, outcome="waived", reason="off by 3", waiver=waiver, output_ratio=9.0)(r)
+        r["counts"].update({"pass": 2, "waived": 1})
+
+    return change
+
+
 FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
     "missing": (
         lambda r: (r["cases"].pop(), r["counts"].update({"pass": 2})),
@@ -116,6 +128,11 @@ FAULTS: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
         _set(FIRST, codes={"compared": 2**20, "differing": 6000}, exactness="one-code"),
         r"int8: 6000 of 1048576 codes differ, more than the one-code class's 0.5%",
     ),
+    "waived by nothing": (
+        lambda r: (_set(LAST, outcome="waived", reason="x")(r), r["counts"].update({"pass": 2, "waived": 1})),
+        r"pages/every_length/int8/small is waived without a waiver",
+    ),
+    "waived too late": (_waived("2025-12-31"), r"is waived by what expired on 2025-12-31, before the run"),
     "chapter": (_set(FIRST, chapter="pages"), r"says chapter 'pages'"),
     "tier": (_set(FIRST, tier="full"), r"says tier 'full', the manifest 'quick'"),
     "suite version": (lambda r: r.update(suite_version=7), r"suite version 7, installed is 1"),
@@ -131,6 +148,33 @@ def test_every_fault_of_a_report_is_found(name: str) -> None:
     found = verify(edited(change), MANIFEST)
     assert not found.sound
     assert any(re.search(message, finding) for finding in found.findings), found.findings
+
+
+def test_a_waived_case_is_no_pass_and_no_failure() -> None:
+    found = verify(edited(_waived()), MANIFEST)
+    assert found.findings == ()
+    [core] = found.profiles
+    assert (core.verdict, core.passed, core.waived, core.failed, core.total) == ("conforms but for waivers", 1, 1, 0, 2)
+    assert core.share == 0.5
+    assert "1 cases fail and are waived, which is no pass (1 x until 2026-02-01: firmware 7)" in found.notes
+    assert "waived" in text.verification(found, "x")
+
+
+def test_what_is_only_waived_fails_its_profile() -> None:
+    def change(r: dict[str, Any]) -> None:
+        _waived()(r)
+        r["cases"] = [c for c in r["cases"] if c["id"] == LAST]
+        r["counts"]["pass"] = 0
+
+    assert verify(edited(change), MANIFEST).profiles[0].verdict == "fails"
+
+
+def test_a_comparison_names_what_is_waived_and_shares_none_of_it() -> None:
+    found = compare([edited(_waived()), Report(record("two"))], MANIFEST)
+    assert found.verdict == "AGREEMENT, BUT FOR WAIVED FAILURES (1 of one@chip:0)"
+    assert found.pairs[0].total.shared == 2
+    for rendered in (text.comparison(found), text.comparison(found, markdown=True), page(found)):
+        assert "until 2026-02-01: firmware 7; fails: off by 3" in rendered
 
 
 def test_an_edited_report_breaks_its_seal() -> None:
