@@ -18,11 +18,10 @@ from typing import Any
 
 import pytest
 
+from kvport import waivers
 from pytest_kvport import split_formats
 from pytest_kvport.reporting import plain
 from pytest_kvport.selection import Selected, selected
-
-from kvport import waivers
 
 pytest_plugins = ["pytester"]
 

@@ -7,10 +7,10 @@ import os
 from typing import Any, ClassVar
 
 import torch
-from kvport_cpu.base import TorchBackend
 
 from kvport.hookspecs import BackendInfo, Device, Probe, hookimpl
 from kvport.waivers import Waiver
+from kvport_cpu.base import TorchBackend
 
 
 class Waives(TorchBackend):
