@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from kvport.backend import FEATURES, Backend, Plan, StepArrays, Store, Support
-    from kvport.cache import CacheInfo, CacheStats, PagedCache, Poisoned, PoolStats
+    from kvport.cache import CacheInfo, CacheStats, Clipped, PagedCache, Poisoned, PoolStats
     from kvport.errors import (
         BackendError,
         BackendUnavailable,
@@ -57,6 +57,7 @@ _HOME = {
     "Support": "backend",
     "CacheInfo": "cache",
     "CacheStats": "cache",
+    "Clipped": "cache",
     "PagedCache": "cache",
     "Poisoned": "cache",
     "PoolStats": "cache",
@@ -116,6 +117,7 @@ __all__ = [
     "Support",
     "CacheInfo",
     "CacheStats",
+    "Clipped",
     "PagedCache",
     "Poisoned",
     "PoolStats",

@@ -42,7 +42,13 @@ OPERATIONS: Final = (
 )
 
 #: Attention features a backend may lack. A lacking one is refused by name before any work.
-FEATURES: Final = frozenset({"window", "softcap", "sinks", "lse", "prefill", "verify", "poison"})
+ATTENTION_FEATURES: Final = frozenset({"window", "softcap", "sinks", "lse", "prefill", "verify", "poison"})
+
+#: What a page may hold beside K, V, scales and zeros. A layout that needs one of these is stored only by a backend that
+#: says so: one that has never heard of it would leave it out and be wrong in silence.
+STORAGE_FEATURES: Final = frozenset({"latent", "outliers", "sparse"})
+
+FEATURES: Final = ATTENTION_FEATURES | STORAGE_FEATURES
 
 
 @dataclass(frozen=True)
@@ -51,16 +57,29 @@ class Support:
 
     ``reasons`` is empty for yes; else it names every unmet requirement with the value at hand and the nearest
     supported choice. ``workspace`` is ``"history"`` where attend needs memory that grows with the context.
-    ``features`` is the subset of :data:`FEATURES` that attend honours for this layout.
+    ``features`` is the subset of :data:`FEATURES` that is honoured for this layout; those of
+    :data:`STORAGE_FEATURES` are not taken for granted. Tiers need "lse", by which they are merged; a rotation is done
+    before rows reach a backend and needs nothing.
     """
 
     reasons: tuple[str, ...] = ()
     workspace: Workspace = "bounded"
-    features: frozenset[str] = FEATURES
+    features: frozenset[str] = ATTENTION_FEATURES
 
     @property
     def ok(self) -> bool:
         return not self.reasons
+
+
+def storage_features(layout: GroupLayout) -> frozenset[str]:
+    """The :data:`STORAGE_FEATURES` that pages of this layout need."""
+    formats = [side.format for side in layout.sides]
+    needed = {
+        "latent": layout.latent,
+        "outliers": any(fmt.outliers for fmt in formats),
+        "sparse": any(fmt.sparse for fmt in formats),
+    }
+    return frozenset(name for name, need in needed.items() if need)
 
 
 class Store:

@@ -18,7 +18,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from kvport.backend import Backend, Execution, Store, Support, operations
+from kvport.backend import Backend, Execution, Store, Support, operations, storage_features
 from kvport.errors import (
     ClosedError,
     InvalidArgument,
@@ -94,6 +94,20 @@ class Poisoned:
     sequence: Sequence
     layer: int
     position: int
+
+
+@dataclass(frozen=True)
+class Clipped:
+    """A page had more numbers beyond its static range than it has room for: ``count`` of ``side`` were clipped.
+
+    The sequence, the model layer, ``"key"``, ``"value"`` or ``"latent"``, and the position of the page's first token.
+    """
+
+    sequence: Sequence
+    layer: int
+    side: str
+    position: int
+    count: int
 
 
 @dataclass(frozen=True)
@@ -272,8 +286,9 @@ class PagedCache:
         """Bytes of the canonical page images of all live sequences (a shared page counts once per sequence)."""
         return sum(canonical_bytes(self.layout, s.length, s._pin) for s in self._sequences.values())
 
-    def check(self) -> tuple[Poisoned, ...]:
-        """Recount every page reference, and report NaNs that a static integer format had to store as code 0.
+    def check(self) -> tuple[Poisoned | Clipped, ...]:
+        """Recount every page reference, and report what sequences hold that is not what was given: NaNs that a static
+        integer format had to store as code 0, and numbers that found no room among a page's sparse outliers.
 
         Raises :class:`KVPortError` if a count is wrong, which would be a fault of kvport itself.
         """
@@ -294,20 +309,44 @@ class PagedCache:
             wrong = [p for p in range(pool.pages) if counted[p] != pool.references(p)]
             if wrong or pool.free != sum(1 for c in counted if c == 0):
                 raise KVPortError(f"page counts of pool {lane} are wrong for pages {wrong}: a fault of kvport")
-        found = []
+        found: list[Poisoned | Clipped] = []
         for number, (members, store) in enumerate(zip(self._lanes, self._stores, strict=True)):
-            if not any(side.format.hides_nan for side in members.layout.sides):
-                continue
-            flags = self.backend.poisoned(store)
-            layers = self.layout.groups[members.group].layers
-            for sequence in self._sequences.values():
-                for index, page in enumerate(sequence._pages[number]):
-                    found += [
-                        Poisoned(sequence, layer, index * self.layout.page_size)
-                        for local, layer in enumerate(layers)
-                        if page and bool(flags[local, page])
-                    ]
+            if any(side.format.hides_nan for side in members.layout.sides):
+                found += self._poisoned(number, store)
+            found += self._clipped(number, store)
         return tuple(found)
+
+    def _poisoned(self, lane: int, store: Store) -> list[Poisoned]:
+        flags = self.backend.poisoned(store)
+        layers = self.layout.groups[self._lanes[lane].group].layers
+        return [
+            Poisoned(sequence, layer, index * self.layout.page_size)
+            for sequence in self._sequences.values()
+            for index, page in enumerate(sequence._pages[lane])
+            for local, layer in enumerate(layers)
+            if page and bool(flags[local, page])
+        ]
+
+    def _clipped(self, lane: int, store: Store) -> list[Clipped]:
+        counted = [s.name for s in self._lanes[lane].layout.sides if s.format.sparse and s.format.static]
+        held = sorted({page for s in self._sequences.values() for page in s._pages[lane] if page != SPARE})
+        if not counted or not held:
+            return []
+        layers = self.layout.groups[self._lanes[lane].group].layers
+        counts: dict[tuple[int, str, int], int] = {}
+        for local in range(len(layers)):
+            planes = self.backend.export_pages(store, local, held)
+            for side in counted:
+                per_page = planes[f"{side}.sparse_overflow"].flatten(1).sum(-1).tolist()
+                counts |= {(local, side, page): count for page, count in zip(held, per_page, strict=True)}
+        return [
+            Clipped(sequence, layer, side, index * self.layout.page_size, count)
+            for sequence in self._sequences.values()
+            for index, page in enumerate(sequence._pages[lane])
+            for local, layer in enumerate(layers)
+            for side in counted
+            if (count := counts.get((local, side, page), 0))
+        ]
 
     def close(self) -> None:
         """Give the device memory back. Every later use of the cache or its sequences raises :class:`ClosedError`."""
@@ -459,6 +498,11 @@ def _supported(backend: Backend, layout: CacheLayout, lane: Lane) -> Support:
             f"backend {backend.name} on {backend.device} cannot hold layers {list(layout.groups[lane.group].layers)} "
             f"as {lane.layout.format}",
             support.reasons,
+        )
+    if lacking := sorted(storage_features(lane.layout) - support.features):
+        raise Unsupported(
+            f"backend {backend.name} does not declare {', '.join(lacking)}, which {lane.layout.format} needs; choose a "
+            "format without, or a backend that has it, such as the reference"
         )
     if layout.groups[lane.group].layout.format.tiered and "lse" not in support.features:
         raise Unsupported(

@@ -29,7 +29,7 @@ import math
 import platform
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
@@ -313,8 +313,10 @@ class _Side:
 
     def _errors(self, samples: Tensor, scales: SideScales) -> Tensor:
         channels = self.channels()
-        planes = codec.encode(self.format, samples, scales, channels).planes
-        decoded = codec.decode(self.format, planes, scales, channels=channels)
+        # Samples are not pages: what sparse outliers will keep of each is not known, and is not left out here.
+        fmt = replace(self.format, sparse=0)
+        planes = codec.encode(fmt, samples, scales, channels).planes
+        decoded = codec.decode(fmt, planes, scales, channels=channels)
         return self._grouped((decoded - samples).double().square()).sum(-1)
 
 

@@ -6,7 +6,8 @@ kernels of its own must produce the same bits; docs/contract.md states the defin
 
 Shapes: rows are ``(..., tokens, heads, dim)``; planes have the same leading dims (see :func:`kvport.layout.planes`).
 What is encoded for a row depends on that row alone, except for cN formats, whose groups span N tokens of one page.
-The float codes (fp8, mxfp4, nvfp4) are in :mod:`kvport.codec_floats`, outlier channels in :mod:`kvport.outliers`.
+Rows of a format with sparse outliers are whole pages. The float codes (fp8, mxfp4, nvfp4) are in
+:mod:`kvport.codec_floats`, what is kept apart in :mod:`kvport.outliers` and :mod:`kvport.sparse`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvport import codec_floats
+from kvport import codec_floats, sparse
 from kvport.errors import ScaleError
 from kvport.formats import CODES, TensorFormat
 from kvport.outliers import mask_channels, put_channels, take_channels
@@ -32,7 +33,7 @@ INPUT_LIMIT = 2.0**125
 
 @dataclass(frozen=True)
 class Encoded:
-    """Planes by short name (``codes``, ``scale``, ``zero``, ``tensor_scale``, ``outliers``).
+    """Planes by short name (``codes``, ``scale``, ``zero``, ``tensor_scale``, ``outliers``, ``sparse_index``, ...).
 
     ``poisoned`` is ``(..., tokens)`` bool for static integer formats: a NaN was met, which no integer code can hold
     (it is stored as code 0). None for formats that keep poison visible in scale or code.
@@ -56,6 +57,11 @@ def encode(
         channels = _given(fmt, channels)
         rest = encode(replace(fmt, outliers=0), _fill(fmt, x, mask_channels(channels, x.shape[-1])), static)
         return Encoded({**rest.planes, "outliers": take_channels(x, channels)}, rest.poisoned)
+    if fmt.sparse:
+        kept = sparse.keep(x, *_distance(fmt, x, static), fmt.sparse)
+        rest = encode(replace(fmt, sparse=0), _fill(fmt, x, kept.mask), static)
+        planes = {**rest.planes, "sparse_index": kept.index, "sparse_value": kept.value}
+        return Encoded(planes | ({"sparse_overflow": kept.overflow} if fmt.static else {}), rest.poisoned)
     if fmt.kind == "int" and fmt.static:
         return _encode_static(fmt, x, static)
     if fmt.kind == "fp8" and fmt.static:
@@ -88,6 +94,9 @@ def decode(
     if fmt.outliers:
         rest = decode(replace(fmt, outliers=0), planes, static)
         return put_channels(rest, _given(fmt, channels), planes["outliers"]).to(dtype)
+    if fmt.sparse:
+        rest = decode(replace(fmt, sparse=0), planes, static)
+        return sparse.put(rest, planes["sparse_index"], planes["sparse_value"]).to(dtype)
     x = unpack(fmt, planes["codes"])
     zero: Tensor | None
     if fmt.kind == "nv":
@@ -113,6 +122,19 @@ def decode(
     return x.to(dtype)
 
 
+def without_kept(
+    fmt: TensorFormat, x: Tensor, planes: Mapping[str, Tensor], channels: Tensor | None = None
+) -> tuple[TensorFormat, Tensor, Tensor]:
+    """What is left of float32 rows when what is kept apart is taken away: its format, the rows as they were encoded,
+    and where something was taken, of the rows' shape."""
+    if fmt.outliers:
+        mask = mask_channels(_given(fmt, channels), x.shape[-1]).expand(x.shape)
+    else:
+        nothing = torch.zeros_like(x)
+        mask = sparse.put(nothing, planes["sparse_index"], torch.ones_like(planes["sparse_value"])) > 0
+    return replace(fmt, outliers=0, sparse=0), _fill(fmt, x, mask), mask
+
+
 def _given(fmt: TensorFormat, channels: Tensor | None) -> Tensor:
     if channels is None:
         raise ScaleError(f"format {fmt} needs its outlier channels and none were given")
@@ -120,13 +142,57 @@ def _given(fmt: TensorFormat, channels: Tensor | None) -> Tensor:
 
 
 def _fill(fmt: TensorFormat, x: Tensor, mask: Tensor) -> Tensor:
-    """Rows whose outlier channels, ``mask`` ``(heads, dim)``, hold what stretches no range."""
+    """Rows that hold, where ``mask`` (broadcast to theirs) says so, what stretches no range."""
     if fmt.symmetric or fmt.static:
         return x.masked_fill(mask, 0.0)
     low = to_groups(fmt, x.masked_fill(mask, torch.inf)).amin(-1, keepdim=True)
     # A group that is all outliers, as every one of cN is that has any, has no other member.
     low = low.masked_fill(to_groups(fmt, mask.expand(x.shape)).all(-1, keepdim=True), 0.0)
     return torch.where(mask, from_groups(fmt, low.expand(to_groups(fmt, x).shape), x.shape), x)
+
+
+def _distance(fmt: TensorFormat, x: Tensor, static: SideScales | None) -> tuple[Tensor, Tensor]:
+    """How far each number is from where codes can hold it, see :mod:`kvport.sparse`, and which would be clipped."""
+    limited = _limit(x)
+    if fmt.static:
+        edge, beyond = _static_edge(fmt, limited, static)
+        distance = torch.where(beyond & x.isfinite(), (limited - edge).abs(), -1.0)
+        return distance, beyond
+    grouped = to_groups(fmt, limited)
+    dims = (-2, -1) if fmt.kind == "nv" else (-1,)  # nvfp4's tensor scale is of the whole token and head
+    clean, poison = _clean(grouped, dims)
+    # torch's median is the lower of the two middle ones.
+    middle = 0.0 if fmt.symmetric else clean.median(-1, keepdim=True).values
+    distance = (clean - middle).abs()
+    distance = distance.masked_fill(poison.expand(distance.shape) | (distance == 0), -1.0)
+    return from_groups(fmt, distance, x.shape), torch.zeros_like(x, dtype=torch.bool)
+
+
+def _static_edge(fmt: TensorFormat, x: Tensor, static: SideScales | None) -> tuple[Tensor, Tensor]:
+    """For each number the end of a static format's range on its side, and whether it is beyond it. NaN is not."""
+    scale, zero = static_parts(fmt, static)
+    if fmt.kind == "nv":
+        low, high = -codec_floats.NVFP4_RANGE, codec_floats.NVFP4_RANGE
+        below = x < 0
+        # In the steps by which a block's scale is computed, so that both agree on what is too large.
+        beyond = x.abs() / torch.full_like(x, 6.0) / scale > 448.0
+        grouped = to_groups(fmt, x)
+        beyond &= ~from_groups(fmt, _clean(grouped)[1].expand(grouped.shape), x.shape)
+    else:
+        low, high = code_range(fmt)
+        quotient = (x if zero is None else x - zero) / scale
+        below = quotient < low
+        rounded = quotient.round() if fmt.kind == "int" else quotient
+        beyond = (rounded < low) | (rounded > high)
+    edge = torch.where(below, torch.full_like(x, low), torch.full_like(x, high)) * scale
+    return (edge if zero is None else edge + zero), beyond
+
+
+def code_range(fmt: TensorFormat) -> tuple[float, float]:
+    """The smallest and largest value of a code, before scaling, that an encoder emits."""
+    if fmt.kind != "int":
+        return -CODES[fmt.code].largest, CODES[fmt.code].largest
+    return (-(2.0 ** (fmt.bits - 1) - 1), 2.0 ** (fmt.bits - 1) - 1) if fmt.symmetric else (0.0, 2.0**fmt.bits - 1)
 
 
 def to_groups(fmt: TensorFormat, x: Tensor) -> Tensor:
@@ -197,7 +263,7 @@ def _encode_static(fmt: TensorFormat, x: Tensor, static: SideScales | None) -> E
     x = _limit(x)
     if zero is not None:
         x = x - zero
-    low, high = (-(2.0 ** (fmt.bits - 1) - 1), 2.0 ** (fmt.bits - 1) - 1) if fmt.symmetric else (0.0, 2.0**fmt.bits - 1)
+    low, high = code_range(fmt)
     codes = (x / scale).round_().clamp_(low, high).masked_fill_(poisoned, 0)
     return Encoded({"codes": pack(fmt, codes)}, poisoned.flatten(-2).any(-1))
 

@@ -6,7 +6,8 @@ saturation means:
 
 * *saturated*: finite values beyond +-2**125; values whose code was clipped because the scale is static, or was clamped
   to the largest number of its dtype (infinities under a static scale included); and asymmetric zeros clamped to their
-  dtype. What a dynamic scale rounds off its own largest value, or mxfp4 between 6 and 8 scales, is rounding.
+  dtype. What a dynamic scale rounds off its own largest value, or mxfp4 between 6 and 8 scales, is rounding. Numbers
+  that are kept apart (outlier channels, sparse outliers) are not among them.
 * *underflow*: finite values other than zero that decode to exactly zero. Some of that is plain rounding; a large share
   means that the scale is too coarse for most of the values.
 * *poisoned*: values that decode to NaN, and NaNs that a static integer format had to store as code 0.
@@ -45,18 +46,22 @@ class Counts:
 
 
 def count(
-    fmt: TensorFormat, rows: Tensor, planes: Mapping[str, Tensor] | None = None, static: SideScales | None = None
+    fmt: TensorFormat,
+    rows: Tensor,
+    planes: Mapping[str, Tensor] | None = None,
+    static: SideScales | None = None,
+    channels: Tensor | None = None,
 ) -> Counts:
     """Count what ``planes`` lost of ``rows`` ``(..., tokens, heads, dim)``.
 
     ``planes`` by short name, as :func:`kvport.codec.encode` makes them of these rows; None encodes them here.
-    ``static``: the scales of a static format.
+    ``static``: the scales of a static format; ``channels``: its outlier channels.
     """
     if planes is None:
-        planes = codec.encode(fmt, rows, static).planes
+        planes = codec.encode(fmt, rows, static, channels).planes
     x = rows.to(torch.float32)
-    elements, zeros = saturated(fmt, x, planes, static)
-    decoded = codec.decode(fmt, planes, static)
+    elements, zeros = saturated(fmt, x, planes, static, channels)
+    decoded = codec.decode(fmt, planes, static, channels=channels)
     poisoned = decoded.isnan() | (x.isnan() if fmt.hides_nan else False)
     return Counts(
         elements=x.numel(),
@@ -68,11 +73,19 @@ def count(
 
 
 def saturated(
-    fmt: TensorFormat, x: Tensor, planes: Mapping[str, Tensor], static: SideScales | None = None
+    fmt: TensorFormat,
+    x: Tensor,
+    planes: Mapping[str, Tensor],
+    static: SideScales | None = None,
+    channels: Tensor | None = None,
 ) -> tuple[Tensor, int]:
     """Which elements of ``x`` (float32) saturated, of its shape, and how many zeros were clamped."""
     if not fmt.quantized:
         return torch.zeros_like(x, dtype=torch.bool), 0
+    if fmt.outliers or fmt.sparse:
+        rest, filled, kept = codec.without_kept(fmt, x, planes, channels)
+        elements, zeros = saturated(rest, filled, planes, static)
+        return elements & ~kept, zeros
     beyond = x.isfinite() & (x.abs() > codec.INPUT_LIMIT)
     x = torch.where(x.isfinite(), x.clamp(-codec.INPUT_LIMIT, codec.INPUT_LIMIT), x)
     if fmt.kind == "mx" or (fmt.kind == "nv" and not fmt.static):
@@ -90,7 +103,7 @@ def _clipped(fmt: TensorFormat, quotient: Tensor) -> Tensor:
     """Whether the code of a quotient had to be clipped. NaN compares false."""
     if fmt.kind == "fp8":
         return quotient.abs() > CODES[fmt.code].largest
-    least, most = code_range(fmt)
+    least, most = codec.code_range(fmt)
     rounded = quotient.round()
     return (rounded < least) | (rounded > most)
 
@@ -103,7 +116,7 @@ def _dynamic_clipped(fmt: TensorFormat, x: Tensor, planes: Mapping[str, Tensor])
     limit = torch.finfo(fmt.scale_torch_dtype).max
     scale = planes["scale"].to(torch.float32).unsqueeze(-1)
     zeros = 0
-    largest = code_range(fmt)[1]
+    largest = codec.code_range(fmt)[1]
     if fmt.symmetric:
         extent, shifted = grouped.abs().amax(-1, keepdim=True), grouped
     else:
@@ -125,13 +138,6 @@ def _nv_clipped(fmt: TensorFormat, x: Tensor, planes: Mapping[str, Tensor], stat
     largest = CODES[fmt.code].largest
     clipped = ((grouped / (block * tensor_scale)).abs() > largest) & (wanted > 448.0)
     return codec.from_groups(fmt, clipped, x.shape)
-
-
-def code_range(fmt: TensorFormat) -> tuple[float, float]:
-    """The smallest and largest value of a code, before scaling, that an encoder emits."""
-    if fmt.kind != "int":
-        return -CODES[fmt.code].largest, CODES[fmt.code].largest
-    return (-(2.0 ** (fmt.bits - 1) - 1), 2.0 ** (fmt.bits - 1) - 1) if fmt.symmetric else (0.0, 2.0**fmt.bits - 1)
 
 
 def scale_values(fmt: TensorFormat, stored: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ Grammar::
     sides   = tensor                      the same for K and V
             | "k=" tensor ",v=" tensor
             | "latent=" tensor ",rope=" tensor      for latent (MLA) layers
-    tensor  = code [":" granularity] [":asym"] [":static"] [":scale=" dtype] [":outliers=" N]
+    tensor  = code [":" granularity] [":asym"] [":static"] [":scale=" dtype] [":outliers=" N | ":sparse=" N]
     code    = fp32 | fp16 | bf16 | int8 | int4 | int2 | fp8_e4m3 | fp8_e5m2 | mxfp4 | nvfp4
     granularity = token | gN | cN | head | tensor | channel (default token)
     dtype   = fp32 | bf16 | fp16                            (default fp32)
@@ -21,7 +21,8 @@ Grammar::
 head and channel over N tokens, encoded when a whole page seals; ``tensor``, ``head`` and ``channel`` (one per KV head
 and channel) are static: their scales are given or calibrated beforehand. ``mxfp4`` and ``nvfp4`` bring their own
 block scales. ``outliers`` channels per KV head, chosen by calibration, are kept in float32 beside the codes
-(:mod:`kvport.outliers`). ``sink`` first and ``recent`` last tokens stay in the model's dtype, or in the one named
+(:mod:`kvport.outliers`); ``sparse`` keeps single numbers likewise, N per page and KV head, chosen when the page seals
+(:mod:`kvport.sparse`). ``sink`` first and ``recent`` last tokens stay in the model's dtype, or in the one named
 (:mod:`kvport.tiers` has the exact rule). ``rotate`` stores K behind a seeded Hadamard rotation
 (:mod:`kvport.rotation`).
 """
@@ -102,8 +103,8 @@ class TensorFormat:
 
     ``group`` is the group size of granularity ``"group"`` (channels along head_dim), ``"channel_group"`` (tokens) and
     ``"block"`` (the fixed blocks of mxfp4 and nvfp4), and 0 otherwise. ``scale_dtype`` is a name of :data:`DTYPES`.
-    ``outliers`` channels per KV head are kept in float32 beside the codes.
-    Float codes take none of the options.
+    ``outliers`` channels per KV head are kept in float32 beside the codes, or up to ``sparse`` numbers of each page and
+    KV head. Float codes take none of the options.
     """
 
     code: str
@@ -113,20 +114,28 @@ class TensorFormat:
     static: bool = False
     scale_dtype: str = "fp32"
     outliers: int = 0
+    sparse: int = 0
 
     def __post_init__(self) -> None:
         if self.code not in CODES:
             raise FormatError(f"unknown code {self.code!r}; known codes: {_listing(CODES)}")
         if self.scale_dtype not in DTYPES:
             raise FormatError(f"unknown scale dtype {self.scale_dtype!r}; allowed: {_listing(DTYPES)}")
-        if not isinstance(self.outliers, int) or isinstance(self.outliers, bool) or self.outliers < 0:
-            raise FormatError(f"outliers must be a number of channels >= 0, got {self.outliers!r}")
+        for name, what in (("outliers", "channels"), ("sparse", "entries per page and KV head")):
+            count = getattr(self, name)
+            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
+                raise FormatError(f"{name} must be a number of {what} >= 0, got {count!r}")
+        if self.outliers and self.sparse:
+            raise FormatError(
+                f"outliers={self.outliers} keeps whole channels apart and sparse={self.sparse} single numbers; a side "
+                "takes one of them"
+            )
         if not self.quantized:
-            options = (self.granularity, self.group, self.symmetric, self.static, self.scale_dtype, self.outliers)
-            if options != ("token", 0, True, False, "fp32", 0):
+            options = (self.granularity, self.group, self.symmetric, self.static, self.scale_dtype)
+            if options != ("token", 0, True, False, "fp32") or self.outliers or self.sparse:
                 raise FormatError(
-                    f"{self.code} pages are not quantized: they take no granularity, asym, static, scale or outliers "
-                    "option"
+                    f"{self.code} pages are not quantized: they take no granularity, asym, static, scale, outliers or "
+                    "sparse option"
                 )
             return
         if self.kind in ("mx", "nv"):
@@ -173,8 +182,8 @@ class TensorFormat:
 
     @property
     def sealed_only(self) -> bool:
-        """True where codes exist only for whole pages (cN): tokens are appended to a tier and sealed later."""
-        return self.granularity == "channel_group"
+        """True where codes exist only for whole pages (cN, sparse): tokens are appended to a tier and sealed later."""
+        return self.granularity == "channel_group" or self.sparse > 0
 
     @property
     def hides_nan(self) -> bool:
@@ -214,6 +223,11 @@ class TensorFormat:
             found.append(f"groups of {self.group} tokens do not divide page size {page_size}")
         if self.outliers >= dim:
             found.append(f"outliers={self.outliers} leaves nothing of dim {dim} to quantize; give less than {dim}")
+        if self.sparse >= (numbers := page_size * dim):
+            found.append(
+                f"sparse={self.sparse} leaves nothing of a page of {page_size} tokens of dim {dim} to quantize; give "
+                f"less than {numbers}"
+            )
         return found
 
     def _granularity_text(self) -> str:
@@ -232,6 +246,8 @@ class TensorFormat:
             parts.append(f"scale={self.scale_dtype}")
         if self.outliers:
             parts.append(f"outliers={self.outliers}")
+        if self.sparse:
+            parts.append(f"sparse={self.sparse}")
         return ":".join(parts)
 
     @classmethod
@@ -240,7 +256,7 @@ class TensorFormat:
         code, *options = text.strip().split(":")
         granularity: Granularity = "token"
         group = 0
-        symmetric, static, scale_dtype, outliers = True, False, "fp32", 0
+        symmetric, static, scale_dtype, outliers, sparse = True, False, "fp32", 0, 0
         seen: set[str] = set()
         for option in options:
             kind = "granularity"
@@ -257,15 +273,17 @@ class TensorFormat:
                 scale_dtype = _DTYPE_ALIASES.get(option[6:], option[6:])
             elif re.fullmatch(r"outliers=[1-9]\d*", option):
                 kind, outliers = "outliers", int(option[9:])
+            elif re.fullmatch(r"sparse=[1-9]\d*", option):
+                kind, sparse = "sparse", int(option[7:])
             else:
                 raise FormatError(
                     f"unknown option {option!r} in format {text!r}; allowed after the code: token, gN, cN, tensor, "
-                    "head, channel, asym, static, scale=fp32|bf16|fp16, outliers=N"
+                    "head, channel, asym, static, scale=fp32|bf16|fp16, outliers=N, sparse=N"
                 )
             if kind in seen:
                 raise FormatError(f"format {text!r} gives its {kind} twice")
             seen.add(kind)
-        return cls(code, granularity, group, symmetric, static, scale_dtype, outliers)
+        return cls(code, granularity, group, symmetric, static, scale_dtype, outliers, sparse)
 
 
 #: Names for formats of the literature. KIVI: Liu et al., "KIVI: a tuning-free asymmetric 2bit quantization for KV
@@ -278,7 +296,8 @@ class CacheFormat:
     """A whole cache format: K, V, and the tokens kept in higher precision.
 
     ``sink`` first and ``recent`` last tokens are kept in ``near``, a float or per-token format; None stands for the
-    model's own dtype. A format whose K or V is sealed only (cN) has a near tier for the open page even without them.
+    model's own dtype. A format whose K or V is sealed only (cN, sparse) has a near tier for the open page even without
+    them.
     ``rope``, where given, is the format of a latent (MLA) layer's rotary part; ``key`` and ``value`` are then both
     the latent part's. ``rotate`` is the seed of a Hadamard rotation of K, None for none.
     """
@@ -383,7 +402,7 @@ class CacheFormat:
 
     @property
     def tiered(self) -> bool:
-        """True where some tokens are kept in a near tier: sink, recent, or the open page of a cN format."""
+        """True where some tokens are kept in a near tier: sink, recent, or the open page of a sealed-only format."""
         sealed_only = any(side.sealed_only for side in (self.key, self.value, self.rope) if side is not None)
         return bool(self.sink or self.recent or sealed_only)
 
@@ -427,6 +446,7 @@ def _record(fmt: TensorFormat) -> dict[str, object]:
         "static": fmt.static,
         "scale_dtype": fmt.scale_dtype,
         "outliers": fmt.outliers,
+        "sparse": fmt.sparse,
     }
 
 

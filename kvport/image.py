@@ -60,12 +60,14 @@ class PageImage:
         return sum(t.numel() * t.itemsize for planes in self.layers.values() for t in planes.values())
 
     def digests(self) -> dict[int, dict[str, str]]:
-        """Per model layer, sha256 of its codes and of its scales (scales and zeros), apart."""
+        """Per model layer, sha256 of its codes, of its scales (scales and zeros), and, where the format keeps numbers
+        apart (outlier channels, sparse outliers), of those ("kept")."""
         found = {}
         for layer, planes in self.layers.items():
             parts = {"codes": hashlib.sha256(), "scales": hashlib.sha256()}
             for name in sorted(planes):
-                parts["codes" if name.endswith(".codes") else "scales"].update(_little_endian(planes[name]))
+                part = _digest_part(name)
+                parts.setdefault(part, hashlib.sha256()).update(_little_endian(planes[name]))
             found[layer] = {part: digest.hexdigest() for part, digest in parts.items()}
         return found
 
@@ -201,6 +203,7 @@ class _ImageLane:
     prefix: str  # of plane names in the image
     open_page: bool  # whether a sequence's last, partly filled page is here
     planes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+    sparse: Mapping[str, int]  # sides with sparse outliers -> the numbers of a page and head
 
 
 def _lanes(cache: PagedCache) -> list[_ImageLane]:
@@ -209,7 +212,8 @@ def _lanes(cache: PagedCache) -> list[_ImageLane]:
         tiers = cache._tiers[lane.group]
         planes = {plane.name: (plane.shape, plane.dtype) for plane in lane.layout.planes}
         prefix = "" if number == tiers.far else "near."
-        found.append(_ImageLane(number, lane.group, prefix, number == tiers.near, planes))
+        sparse = {s.name: lane.layout.page_size * s.dim for s in lane.layout.sides if s.format.sparse}
+        found.append(_ImageLane(number, lane.group, prefix, number == tiers.near, planes, sparse))
     return found
 
 
@@ -256,7 +260,29 @@ def _check_image(cache: PagedCache, image: PageImage) -> list[list[int]]:
         got = {n: (tuple(t.shape), t.dtype) for n, t in planes.items()}
         if got != wanted[layer]:
             raise ImageError(f"layer {layer} of the image has arrays {got}, needs {wanted[layer]}")
+    for lane in _lanes(cache):
+        for layer in layout.groups[lane.group].layers:
+            _check_sparse(layer, image.layers[layer], lane)
     return blocks
+
+
+def _digest_part(plane: str) -> str:
+    kind = plane.rpartition(".")[2]
+    return "kept" if kind.startswith(("outliers", "sparse")) else "codes" if kind == "codes" else "scales"
+
+
+def _check_sparse(layer: int, planes: Mapping[str, Tensor], lane: _ImageLane) -> None:
+    """Indices of sparse outliers must be the page's own, ascending, and -1 behind the last."""
+    for side, numbers in lane.sparse.items():
+        index = planes[f"{lane.prefix}{side}.sparse_index"].to(torch.int64)
+        used = index >= 0
+        order = torch.where(used, index, numbers)  # ascending, then what lies behind the last
+        after = order[..., 1:], order[..., :-1]
+        if not bool(((index >= -1) & (index < numbers)).all() and ((after[0] > after[1]) | ~used[..., 1:]).all()):
+            raise ImageError(
+                f"layer {layer} {side}: indices of sparse outliers must ascend within 0 .. {numbers - 1}, with -1 "
+                "behind the last"
+            )
 
 
 def _integers(values: object) -> tuple[int, ...]:

@@ -36,7 +36,8 @@ class StoredSide:
     group, a static scale few; many mean saturation. ``zeros``: share of codes that stand for zero (symmetric formats).
     ``levels``: distinct codes in use. ``scale_min`` and ``scale_max``: of stored scales above 0, None where there are
     none. ``dead``: share of groups with scale 0. ``poisoned``: groups whose scale is NaN, or NaN and infinities in
-    float pages.
+    float pages. ``kept``: numbers kept apart as sparse outliers; ``overflow``: those beyond a static range that found
+    no room and were clipped; None for formats without.
     """
 
     layer: int
@@ -50,6 +51,8 @@ class StoredSide:
     scale_max: float | None = None
     dead: float | None = None
     poisoned: int = 0
+    kept: int | None = None
+    overflow: int | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "suspicions": list(self.suspicions())}
@@ -68,6 +71,8 @@ class StoredSide:
             found.append(f"{self.extreme:.1%} of codes at the ends of their range: the static scale is too small")
         if self.dead is not None and self.dead > DEAD:
             found.append(f"{self.dead:.1%} of groups are all zero")
+        if self.overflow:
+            found.append(f"{self.overflow} numbers beyond the static range found no room (sparse={fmt.sparse})")
         return tuple(found)
 
 
@@ -119,11 +124,11 @@ def _stored_side(
         lost = int((~flat.to(torch.float32).isfinite()).sum())
         return StoredSide(layer, side, str(fmt), tokens, poisoned=lost)
     values = codec.unpack(fmt, flat)
-    least, most = codec_stats.code_range(fmt)
+    least, most = codec.code_range(fmt)
     scale = torch.empty(0)
     if "scale" in parts:
         rows = parts["scale"].flatten(0, 1)
-        scale = codec_stats.scale_values(fmt, rows if fmt.sealed_only else rows[:tokens])
+        scale = codec_stats.scale_values(fmt, rows if fmt.granularity == "channel_group" else rows[:tokens])
     positive = scale[scale.isfinite() & (scale > 0)]
     return StoredSide(
         layer,
@@ -137,6 +142,8 @@ def _stored_side(
         scale_max=positive.max().item() if positive.numel() else None,
         dead=_share(scale == 0) if "scale" in parts else None,
         poisoned=int(scale.isnan().sum()),
+        kept=int((parts["sparse_index"] >= 0).sum()) if fmt.sparse else None,
+        overflow=int(parts["sparse_overflow"].sum()) if fmt.sparse and fmt.static else None,
     )
 
 

@@ -51,6 +51,8 @@ SAMPLE_FORMATS: Final = (
     "int4:g32:asym:scale=fp16",
     "k=int4:g64,v=int8:token",
     "int2:g32:asym:scale=fp16",
+    "k=int4:g64:outliers=4,v=int4:g64",
+    "int4:g64:sparse=32",
 )
 
 
@@ -365,7 +367,7 @@ def sample(selection: Selection, *, formats: tuple[str, ...] = SAMPLE_FORMATS) -
     """Load a selected backend and ask what it is and which of the sample layouts it supports."""
     import torch
 
-    from kvport.backend import operations
+    from kvport.backend import operations, storage_features
     from kvport.formats import CacheFormat
     from kvport.layout import GroupLayout
 
@@ -384,7 +386,9 @@ def sample(selection: Selection, *, formats: tuple[str, ...] = SAMPLE_FORMATS) -
         )
         try:
             support = backend.support(layout)
-            answer = FormatSupport(text, support.reasons, support.workspace, tuple(sorted(support.features)))
+            lacking = sorted(storage_features(layout) - support.features)
+            reasons = support.reasons or tuple(f"feature {name} is not declared" for name in lacking)
+            answer = FormatSupport(text, reasons, support.workspace, tuple(sorted(support.features)))
         except Exception as error:
             answer = FormatSupport(text, (f"support() raised {describe(error)}",), "", ())
         answers.append(answer)

@@ -57,7 +57,8 @@ def planes(side: str, fmt: TensorFormat, heads: int, dim: int, page_size: int) -
     Codes are ``(page_size, heads, packed_dim)``. Scales computed at append are ``(page_size, heads)`` per token,
     ``(page_size, heads, groups)`` per group and ``(page_size / N, heads, dim)`` for cN, zeros likewise; static scales
     belong to the layer, not to its pages. mxfp4 has E8M0 bytes per block; nvfp4 E4M3 bytes per block and a float32
-    tensor scale per token and head. Outlier channels are ``(page_size, heads, c)`` float32.
+    tensor scale per token and head. Outlier channels are ``(page_size, heads, c)`` float32. Sparse outliers have one
+    row per page: ``(1, heads, N)`` int32 indices and float32 values, and overflow counts ``(1, heads)`` if static.
     """
     code = CODES[fmt.code]
     found = [Plane(f"{side}.codes", fmt.code_torch_dtype, (page_size, heads, dim // code.per_byte))]
@@ -77,6 +78,11 @@ def planes(side: str, fmt: TensorFormat, heads: int, dim: int, page_size: int) -
             found.append(Plane(f"{side}.zero", fmt.scale_torch_dtype, shape))
     if fmt.outliers:
         found.append(Plane(f"{side}.outliers", torch.float32, (*per_token, fmt.outliers)))
+    if fmt.sparse:
+        found.append(Plane(f"{side}.sparse_index", torch.int32, (1, heads, fmt.sparse)))
+        found.append(Plane(f"{side}.sparse_value", torch.float32, (1, heads, fmt.sparse)))
+        if fmt.static:
+            found.append(Plane(f"{side}.sparse_overflow", torch.int32, (1, heads)))
     return tuple(found)
 
 

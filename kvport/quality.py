@@ -20,7 +20,7 @@ from kvport import codec, codec_stats
 from kvport.codec_stats import Counts
 from kvport.errors import InvalidArgument
 from kvport.formats import CacheFormat, TensorFormat
-from kvport.layout import CacheLayout, GroupLayout, LayerSpec
+from kvport.layout import DEFAULT_PAGE_SIZE, CacheLayout, GroupLayout, LayerSpec
 from kvport.rotation import rotate, unrotate
 from kvport.scales import LayerScales, SideScales, resolve_scales
 
@@ -87,8 +87,9 @@ def layer_error(
     """What ``format`` does to one layer of causal attention.
 
     ``query`` ``(tokens, query_heads, dim)``, ``key`` and ``value`` ``(tokens, kv_heads, dim)``; ``scale`` multiplies
-    q.k, default 1/sqrt(dim); ``scales`` for static formats. For cN formats the tokens of the last, partial group stay
-    as they are, as they do in a cache. Memory grows with tokens squared, one head at a time.
+    q.k, default 1/sqrt(dim); ``scales`` for static formats and outlier channels. For cN formats the tokens of the last,
+    partial group stay as they are, as they do in a cache; with sparse outliers those of the last, partial page of 128.
+    Memory grows with tokens squared, one head at a time.
     """
     fmt = CacheFormat.parse(format)
     if fmt.rope is not None:
@@ -97,8 +98,10 @@ def layer_error(
     [[static]] = resolve_scales(layout, None if scales is None else {0: scales})
     group = layout.groups[0].layout
     full = key.to(torch.float32), value.to(torch.float32)
-    stored_key, key_counts = _round_trip(group, fmt.key, key, static.key, counters, rotated=True)
-    stored_value, value_counts = _round_trip(group, fmt.value, value, static.value, counters, rotated=False)
+    stored_key, key_counts = _round_trip(group, fmt.key, key, static.key, static.key_channels, counters, rotated=True)
+    stored_value, value_counts = _round_trip(
+        group, fmt.value, value, static.value, static.value_channels, counters, rotated=False
+    )
     cosines, divergences = [], []
     for head in range(query.shape[1]):
         own = head // group.group_size
@@ -126,7 +129,10 @@ def layer_error(
 def _layout(fmt: CacheFormat, layers: Iterable[tuple[Tensor, Tensor, Tensor]]) -> CacheLayout:
     """The layout of layers known by their Q, K and V ``(tokens, heads, dim)``."""
     specs = tuple(LayerSpec(k.shape[1], q.shape[1], k.shape[2], v.shape[2]) for q, k, v in layers)
-    return CacheLayout(specs, fmt, math.lcm(*(side.group for side in (fmt.key, fmt.value) if side.sealed_only)))
+    sides = (fmt.key, fmt.value)
+    groups = [side.group for side in sides if side.granularity == "channel_group"]
+    # Sparse outliers are so many per page: of the page size that a cache has unless it is asked for another.
+    return CacheLayout(specs, fmt, math.lcm(*groups, *(DEFAULT_PAGE_SIZE for side in sides if side.sparse)))
 
 
 def worst_layer(report: Iterable[LayerError]) -> LayerError:
@@ -135,17 +141,26 @@ def worst_layer(report: Iterable[LayerError]) -> LayerError:
 
 
 def _round_trip(
-    layout: GroupLayout, fmt: TensorFormat, rows: Tensor, static: SideScales | None, counters: bool, *, rotated: bool
+    layout: GroupLayout,
+    fmt: TensorFormat,
+    rows: Tensor,
+    static: SideScales | None,
+    channels: Tensor | None,
+    counters: bool,
+    *,
+    rotated: bool,
 ) -> tuple[Tensor, Counts | None]:
     """Rows through the codec and back, float32; rotated and turned back where the format says so."""
     seed = layout.format.rotate if rotated else None
     x = rows.to(torch.float32)
     if seed is not None:
         x = rotate(x, seed, layout.rotated_dim)
-    whole = len(x) - len(x) % fmt.group if fmt.sealed_only else len(x)
-    stored = codec.encode(fmt, x[:whole], static).planes
-    counts = codec_stats.count(fmt, x[:whole], stored, static) if counters else None
-    x = torch.cat([codec.decode(fmt, stored, static), x[whole:]])
+    unit = layout.page_size if fmt.sparse else fmt.group if fmt.sealed_only else 1
+    whole = len(x) - len(x) % unit
+    pages = x[:whole].reshape(-1, unit, *x.shape[1:]) if fmt.sparse else x[:whole]
+    stored = codec.encode(fmt, pages, static, channels).planes
+    counts = codec_stats.count(fmt, pages, stored, static, channels) if counters else None
+    x = torch.cat([codec.decode(fmt, stored, static, channels=channels).reshape(x[:whole].shape), x[whole:]])
     return (x if seed is None else unrotate(x, seed, layout.rotated_dim)), counts
 
 

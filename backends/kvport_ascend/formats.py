@@ -48,7 +48,7 @@ _RULES: Final[dict[str, Rule[Any]]] = {
 
 def mode_of(fmt: TensorFormat, form: PageForm = ND) -> int | None:
     """Antiquant mode that reads this format; None for float pages and for formats that no mode reads."""
-    if fmt.code != "int8" or fmt.outliers:
+    if fmt.code != "int8" or fmt.outliers or fmt.sparse:
         return None
     if fmt.static and form is NZ:
         return 0
@@ -108,6 +108,8 @@ def _format_refusals(layout: GroupLayout, by_value: bool) -> list[str]:
 def _nearest(fmt: TensorFormat) -> str:
     if fmt.outliers:
         return f"no operator keeps outlier channels apart; int8 without outliers={fmt.outliers} is the nearest"
+    if fmt.sparse:
+        return f"no operator keeps sparse outliers apart; int8 without sparse={fmt.sparse} is the nearest"
     if fmt.code != "int8":
         return f"only int8 codes are read from pages; int8 is the nearest ({_quote('int4_not_paged')})"
     if fmt.granularity != "token":

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvport import codec
 from kvport.attention import Read, attend_sequence
-from kvport.backend import Backend, Plan, StepArrays, Store, Support
+from kvport.backend import FEATURES, Backend, Plan, StepArrays, Store, Support
 from kvport.errors import InvalidArgument, Unsupported
 from kvport.formats import TensorFormat
 from kvport.layout import GroupLayout
@@ -109,7 +109,7 @@ class TorchBackend(Backend):
         self.torch_device = torch_device
 
     def support(self, layout: GroupLayout) -> Support:
-        return Support()
+        return Support(features=FEATURES)
 
     def page_bytes(self, layout: GroupLayout) -> int:
         return layout.canonical_page_bytes + (layout.layers if _needs_flags(layout) else 0)

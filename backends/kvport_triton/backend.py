@@ -523,12 +523,12 @@ def _unmet(layout: GroupLayout) -> list[str]:
             found.append(f"{name} code {fmt.code}: supported are int8, int4, int2 and float pages")
         elif fmt.granularity not in ("token", "group", "tensor", "head", "channel"):
             found.append(f"{name} granularity of {fmt}: supported are token, gN, and static tensor, head and channel")
-        elif fmt.outliers:
-            found.append(f"{name} keeps {fmt.outliers} outlier channels: supported are formats without outliers=")
         elif fmt.granularity == "group" and fmt.group % (8 // min(fmt.bits, 8)):
             found.append(f"{name} groups of {fmt.group} channels: {fmt.code} needs a multiple of {8 // fmt.bits}")
         if fmt.outliers:
             found.append(f"{name} outliers={fmt.outliers}: outlier channels are not supported, the rest of {fmt} is")
+        if fmt.sparse:
+            found.append(f"{name} sparse={fmt.sparse}: sparse outliers are not supported, the rest of {fmt} is")
     return found
 
 

@@ -7,7 +7,7 @@ Both are names first: a format is its canonical string, a geometry a short word 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Final, Literal
 
@@ -190,12 +190,13 @@ class Variant:
 _SCALE_DTYPES: Final = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 
 
-def spec_of(fmt: TensorFormat) -> CodecSpec:
-    """The oracle's description of one side of a cache format."""
+def spec_of(fmt: TensorFormat, page_size: int = 0) -> CodecSpec:
+    """The oracle's description of one side of a cache format, on pages of this many tokens."""
+    kept = CodecSpec(fmt.code, outliers=fmt.outliers, sparse=fmt.sparse, page=page_size if fmt.sparse else 0)
     if fmt.code in BLOCK_SIZE or fmt.code in FLOAT_PAGES:
-        return CodecSpec(fmt.code, static=fmt.static)
-    return CodecSpec(
-        code=fmt.code,
+        return replace(kept, static=fmt.static)
+    return replace(
+        kept,
         granularity=fmt.granularity,
         group=fmt.group,
         symmetric=fmt.symmetric,

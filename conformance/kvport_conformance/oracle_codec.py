@@ -17,6 +17,10 @@ scale, zero    token (tokens, heads), group (tokens, heads, groups), float32, or
 scale          mxfp4 (tokens, heads, dim / 32)                       uint8, E8M0
 scale          nvfp4 (tokens, heads, dim / 16)                       uint8, E4M3
 tensor_scale   nvfp4, dynamic only: (tokens, heads)                  float32
+outliers       (tokens, heads, channels kept apart)                  float32
+sparse_index   (tokens / page, heads, numbers kept apart)            int32
+sparse_value   the same                                              float32
+sparse_overflow static only: (tokens / page, heads)                  int32
 =============  ====================================================  =============================================
 
 Static scales (and zeros) are no plane: the caller passes them to `encode` and `decode`.
@@ -25,7 +29,7 @@ Static scales (and zeros) are no plane: the caller passes them to `encode` and `
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -78,6 +82,9 @@ class CodecSpec:
     ``group`` is N of `group` (gN, along head_dim) and `channel_group` (cN, along tokens), 0 otherwise. Float pages and
     the block formats imply their grouping: there ``granularity``, ``group``, ``symmetric`` and ``scale_dtype`` do not
     describe anything and are not read; of the block formats only nvfp4 may be ``static`` (its tensor scale is).
+
+    ``outliers`` channels per head (which, the caller says) and up to ``sparse`` numbers of each ``page`` of so many
+    tokens and head are kept in float32 beside the codes.
     """
 
     code: str
@@ -86,8 +93,13 @@ class CodecSpec:
     symmetric: bool = True
     scale_dtype: str = "float32"
     static: bool = False
+    outliers: int = 0
+    sparse: int = 0
+    page: int = 0
 
     def __post_init__(self) -> None:
+        if (self.sparse > 0) != (self.page > 0) or (self.outliers and self.sparse):
+            raise ValueError(f"sparse={self.sparse} of pages of {self.page} tokens, outliers={self.outliers}: not both")
         if self.code not in CODES:
             raise ValueError(f"unknown code {self.code!r}; choose one of {', '.join(CODES)}")
         if self.code in FLOAT_PAGES or self.code in BLOCK_SIZE:
@@ -161,6 +173,15 @@ def plane_shapes(spec: CodecSpec, tokens: int, heads: int, dim: int) -> Planes:
         raise ValueError(f"{spec.code} packs {per_byte} codes a byte, and head dim {dim} is no multiple of {per_byte}")
     if spec.code in FLOAT_PAGES:
         return {"codes": ((tokens, heads, dim), np.dtype(np.float32 if spec.code == "fp32" else np.uint16))}
+    if spec.outliers or spec.sparse:
+        kept = plane_shapes(_without_kept(spec), tokens, heads, dim)
+        if spec.outliers:
+            return {**kept, "outliers": ((tokens, heads, spec.outliers), np.dtype(np.float32))}
+        if tokens % spec.page:
+            raise ValueError(f"pages of {spec.page} tokens do not divide {tokens} tokens; a partial page never encodes")
+        shape = (tokens // spec.page, heads, spec.sparse)
+        kept |= {"sparse_index": (shape, np.dtype(np.int32)), "sparse_value": (shape, np.dtype(np.float32))}
+        return kept | ({"sparse_overflow": (shape[:2], np.dtype(np.int32))} if spec.static else {})
     signed_bytes = spec.code == "int8" and spec.symmetric
     planes: Planes = {"codes": ((tokens, heads, dim // per_byte), np.dtype(np.int8 if signed_bytes else np.uint8))}
     if spec.code in BLOCK_SIZE:
@@ -188,6 +209,11 @@ def plane_shapes(spec: CodecSpec, tokens: int, heads: int, dim: int) -> Planes:
     if spec.has_zero:
         planes["zero"] = planes["scale"]
     return planes
+
+
+def _without_kept(spec: CodecSpec) -> CodecSpec:
+    """How the rest is encoded."""
+    return replace(spec, outliers=0, sparse=0, page=0)
 
 
 def _to_groups(spec: CodecSpec, x: Array) -> Array:
@@ -335,12 +361,14 @@ def encode(
     x: Float32Array,
     static_scale: npt.ArrayLike | None = None,
     static_zero: npt.ArrayLike | None = None,
+    channels: npt.ArrayLike | None = None,
 ) -> Encoded:
     """Encode float32 ``x`` (tokens, heads, dim).
 
     static_scale, static_zero: for static specs, of shape () for `tensor` (and the tensor scale of nvfp4), (heads,) for
-    `head`, (heads, dim) for `channel`. Raises TypeError for another input dtype, ValueError for shapes that do not
-    divide and for static scales that are missing, superfluous, zero, negative, not finite or not normal in their dtype.
+    `head`, (heads, dim) for `channel`. channels: (heads, outliers) integers, ascending. Raises TypeError for another
+    input dtype, ValueError for shapes that do not divide and for static scales that are missing, superfluous, zero,
+    negative, not finite or not normal in their dtype.
     """
     if x.dtype != np.float32 or x.ndim != 3:
         raise TypeError(f"x is float32 (tokens, heads, dim); got {x.dtype} of shape {x.shape}")
@@ -350,6 +378,8 @@ def encode(
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         if spec.code in FLOAT_PAGES:
             return _encode_float_page(spec, x)
+        if spec.outliers or spec.sparse:
+            return _encode_around(spec, x, static_scale, static_zero, channels)
         clamped_inputs = np.isfinite(x) & (np.abs(x) > INPUT_LIMIT)
         # Infinities and NaN pass through: a dynamic group is poisoned by them, a static one has its own rule.
         x = np.where(np.isfinite(x), np.clip(x, -INPUT_LIMIT, INPUT_LIMIT), x)
@@ -371,6 +401,130 @@ def _encode_float_page(spec: CodecSpec, x: Float32Array) -> Encoded:
     """Round to nearest even; NaN and infinity are kept, nothing is clamped."""
     small = FLOAT_PAGES[spec.code]
     return _encoded({"codes": x.copy() if small is None else small.encode(x)}, np.zeros(x.shape, np.bool_))
+
+
+def _encode_around(
+    spec: CodecSpec,
+    x: Float32Array,
+    static_scale: npt.ArrayLike | None,
+    static_zero: npt.ArrayLike | None,
+    channels: npt.ArrayLike | None,
+) -> Encoded:
+    """Take some numbers away, encode the rest as if they were not there, and keep them beside it as they are.
+
+    What stands in their place stretches no range: 0, or for scales computed from the data with a zero the least of the
+    group's other members (0 where it has none).
+    """
+    rest = _without_kept(spec)
+    if spec.outliers:
+        taken = _channel_mask(spec, channels, x.shape)
+        planes = {"outliers": np.stack([x[:, h, taken[0, h]] for h in range(x.shape[1])], axis=1)}
+    else:
+        taken, planes = _sparse_choice(spec, x, static_scale, static_zero)
+    filled = np.where(taken, np.float32(0.0), x)
+    if spec.has_zero and not spec.static:
+        others = _to_groups(rest, np.where(taken, np.float32(np.inf), x)).min(axis=-1)
+        nobody = _to_groups(rest, taken).all(axis=-1)
+        filled = np.where(taken, _spread(rest, np.where(nobody, np.float32(0.0), others), x.shape), x)
+    found = encode(rest, filled, static_scale, static_zero)
+    elements = found.saturated_elements & ~taken
+    return replace(
+        found,
+        planes={**found.planes, **planes},
+        saturated=int(elements.sum()) + found.saturated_zeros,
+        saturated_elements=elements,
+    )
+
+
+def _channel_mask(spec: CodecSpec, channels: npt.ArrayLike | None, shape: tuple[int, ...]) -> BoolArray:
+    """(tokens, heads, dim): where the outlier channels are, which are given ascending for each head."""
+    if channels is None:
+        raise ValueError(f"{spec.outliers} channels are kept apart, and none were given")
+    chosen = np.asarray(channels, np.int64)
+    if chosen.shape != (shape[1], spec.outliers):
+        raise ValueError(f"channels have shape ({shape[1]}, {spec.outliers}), but {chosen.shape} was given")
+    mask = np.zeros(shape, np.bool_)
+    for head, row in enumerate(chosen):
+        if (np.diff(row) <= 0).any():
+            raise ValueError(f"channels {row.tolist()} of head {head} must ascend")
+        mask[:, head, row] = True
+    return mask
+
+
+def _sparse_choice(
+    spec: CodecSpec, x: Float32Array, static_scale: npt.ArrayLike | None, static_zero: npt.ArrayLike | None
+) -> tuple[BoolArray, dict[str, Array]]:
+    """Which numbers of each page and head are kept apart, and their planes.
+
+    Those of the largest distance: from the middle of their group where the scale follows the data, or from the end of
+    a static range for those beyond it. A page's numbers are counted token * dim + channel; of equal distances the
+    earlier wins. Distances of 0 and members of poisoned groups do not take part.
+    """
+    tokens, heads, dim = x.shape
+    pages = tokens // spec.page
+    distance, beyond = (
+        _static_distance(spec, x, static_scale, static_zero) if spec.static else _middle_distance(spec, x)
+    )
+    index = np.full((pages, heads, spec.sparse), -1, np.int32)
+    value = np.zeros((pages, heads, spec.sparse), np.float32)
+    overflow = np.zeros((pages, heads), np.int32)
+    taken = np.zeros(x.shape, np.bool_)
+    for page in range(pages):
+        rows = slice(page * spec.page, (page + 1) * spec.page)
+        for head in range(heads):
+            far = distance[rows, head].ravel()
+            ranked = sorted((-float(far[e]), e) for e in np.flatnonzero(far >= 0).tolist())
+            chosen = sorted(e for _, e in ranked[: spec.sparse])
+            for entry, e in enumerate(chosen):
+                token, channel = page * spec.page + e // dim, e % dim
+                index[page, head, entry], value[page, head, entry] = e, x[token, head, channel]
+                taken[token, head, channel] = True
+            overflow[page, head] = int((beyond[rows, head] & ~taken[rows, head]).sum())
+    planes: dict[str, Array] = {"sparse_index": index, "sparse_value": value}
+    return taken, planes | ({"sparse_overflow": overflow} if spec.static else {})
+
+
+def _middle_distance(spec: CodecSpec, x: Float32Array) -> tuple[Float32Array, BoolArray]:
+    """|x - middle of the group|, -1 for what cannot be kept; nothing is beyond a range that follows the data."""
+    rest = _without_kept(spec)
+    limited = np.where(np.isfinite(x), np.clip(x, -INPUT_LIMIT, INPUT_LIMIT), np.float32(0.0))
+    middle = np.zeros(x.shape, np.float32)
+    if spec.has_zero:
+        members = np.sort(_to_groups(rest, limited), axis=-1)
+        middle = _spread(rest, members[..., (members.shape[-1] - 1) // 2], x.shape)
+    spoilt = _spread(rest, _not_finite(_to_groups(rest, x)), x.shape)
+    if spec.code == "nvfp4":  # one non-finite number spoils the scale of its token and head
+        spoilt = np.broadcast_to(spoilt.any(axis=-1, keepdims=True), x.shape)
+    distance = np.abs(limited - middle)
+    return np.where(spoilt | (distance == 0), np.float32(-1.0), distance), np.zeros(x.shape, np.bool_)
+
+
+def _static_distance(
+    spec: CodecSpec, x: Float32Array, static_scale: npt.ArrayLike | None, static_zero: npt.ArrayLike | None
+) -> tuple[Float32Array, BoolArray]:
+    """|x - nearest end of the static range| where x is beyond it, else -1; and which are beyond, infinities too."""
+    rest = _without_kept(spec)
+    _, heads, dim = x.shape
+    limited = np.where(np.isfinite(x), np.clip(x, -INPUT_LIMIT, INPUT_LIMIT), x)
+    scale = _static(rest, "static_scale", static_scale, heads, dim)
+    if spec.code == "nvfp4":
+        low, high = -NVFP4_RANGE, NVFP4_RANGE
+        beyond = np.abs(limited) / np.float32(6.0) / scale > E4M3_LARGEST
+        beyond &= ~_spread(rest, _not_finite(_to_groups(rest, x)), x.shape)
+        below = limited < 0
+    else:
+        zero = _static(rest, "static_zero", static_zero, heads, dim) if spec.has_zero else np.float32(0.0)
+        _, beyond = _quantize(rest, limited, scale, np.asarray(zero))
+        low, high = (np.float32(end) for end in spec.code_range) if spec.code in INTEGER_BITS else _fp8_range(spec)
+        below = (limited - zero if spec.has_zero else limited) / scale < low
+    edge = np.where(below, low, high) * scale
+    if spec.has_zero:
+        edge = edge + zero
+    return np.where(beyond & np.isfinite(x), np.abs(limited - edge), np.float32(-1.0)), beyond
+
+
+def _fp8_range(spec: CodecSpec) -> tuple[np.float32, np.float32]:
+    return -FP8[spec.code].largest, FP8[spec.code].largest
 
 
 def _encode_dynamic(spec: CodecSpec, x: Float32Array, clamped_inputs: BoolArray) -> Encoded:
@@ -530,16 +684,32 @@ def decode(
     dim: int,
     static_scale: npt.ArrayLike | None = None,
     static_zero: npt.ArrayLike | None = None,
+    channels: npt.ArrayLike | None = None,
 ) -> Float32Array:
     """x_hat = code * scale (+ zero), float32 (tokens, heads, dim), each operation rounded once.
 
-    Any bit pattern decodes, also those no encoder emits (-128, a scale of the caller's making). Raises ValueError when
+    Any bit pattern decodes, also those no encoder emits (-128, a scale of the caller's making); numbers that are kept
+    apart come back as they are, and a sparse index that is none of the page's changes nothing. Raises ValueError when
     a plane is missing, superfluous, or of another shape or dtype than the spec says.
     """
     _check_planes(spec, planes, dim)
     _refuse_static(spec, static_scale, static_zero)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         values = _code_values(spec, planes["codes"])
+        if spec.outliers or spec.sparse:
+            rest = {n: p for n, p in planes.items() if not n.startswith(("outliers", "sparse_"))}
+            decoded = decode(_without_kept(spec), rest, dim, static_scale, static_zero).copy()
+            if spec.outliers:
+                mask = _channel_mask(spec, channels, decoded.shape)
+                for head in range(decoded.shape[1]):
+                    decoded[:, head, mask[0, head]] = planes["outliers"][:, head]
+                return decoded
+            index = planes["sparse_index"]
+            for page, head, entry in np.argwhere((index >= 0) & (index < spec.page * dim)).tolist():
+                e = int(index[page, head, entry])
+                where = page * spec.page + e // dim, head, e % dim
+                decoded[where] = planes["sparse_value"][page, head, entry]
+            return decoded
         if spec.code in FLOAT_PAGES:
             return values
         decoded = values * _element_scale(spec, planes, values.shape, static_scale)

@@ -78,12 +78,13 @@ def _kind(path: str) -> str:
 
 
 def _image_lines(sides: Sequence[StoredSide]) -> list[str]:
-    rows = [("layer", "side", "format", "tokens", "at ends", "zeros", "levels", "scales", "")]
+    rows = [("layer", "side", "format", "tokens", "at ends", "zeros", "levels", "scales", "kept", "")]
     for one in sides:
         scales = "-" if one.scale_min is None else f"{one.scale_min:.3g} .. {one.scale_max:.3g}"
         cells = (str(one.layer), one.side, one.format, str(one.tokens), _percent(one.extreme), _percent(one.zeros))
         levels = "-" if one.levels is None else str(one.levels)
-        rows.append((*cells, levels, scales, "; ".join(one.suspicions())))
+        kept = "-" if one.kept is None else str(one.kept)
+        rows.append((*cells, levels, scales, kept, "; ".join(one.suspicions())))
     return _columns(rows)
 
 
@@ -97,6 +98,9 @@ def _recipe_json(recipe: Recipe) -> dict[str, Any]:
         for side in fields(scales):
             given = getattr(scales, side.name)
             if given is None:
+                continue
+            if side.name.endswith("_channels"):
+                layers.setdefault(str(layer), {})[side.name] = torch.as_tensor(given).tolist()
                 continue
             scale = torch.as_tensor(given.scale, dtype=torch.float32)
             found = {"shape": list(scale.shape), "scale_min": scale.min().item(), "scale_max": scale.max().item()}
@@ -121,6 +125,9 @@ def _recipe_lines(recipe: Recipe) -> list[str]:
     rows = [("layer", "side", "scales", "zeros")]
     for layer, sides in found["layers"].items():
         for side, one in sides.items():
+            if side.endswith("_channels"):
+                rows.append((layer, side, ", ".join(f"head {head}: {row}" for head, row in enumerate(one)), ""))
+                continue
             zeros = f"{one['zero_min']:.3g} .. {one['zero_max']:.3g}" if "zero_min" in one else "-"
             rows.append((layer, side, f"{one['scale_min']:.3g} .. {one['scale_max']:.3g}", zeros))
     return [*lines, *_columns(rows)]

@@ -188,8 +188,8 @@ def fill(cache: PagedCache, seed: int, tokens: int, *, ids: SequenceOf[int] | No
 # --- oracles --------------------------------------------------------------------------------------------------------
 
 
-def spec_of(fmt: TensorFormat) -> CodecSpec:
-    """The oracle's name of a tensor format."""
+def spec_of(fmt: TensorFormat, page_size: int = 0) -> CodecSpec:
+    """The oracle's name of a tensor format, on pages of this many tokens where that matters (sparse outliers)."""
     return CodecSpec(
         fmt.code,
         granularity=fmt.granularity,
@@ -197,6 +197,8 @@ def spec_of(fmt: TensorFormat) -> CodecSpec:
         symmetric=fmt.symmetric,
         scale_dtype=SCALE_NAMES[fmt.scale_dtype],
         static=fmt.static,
+        sparse=fmt.sparse,
+        page=page_size if fmt.sparse else 0,
     )
 
 

@@ -109,7 +109,7 @@ class Replay:
         planes, decoded = [], []
         for rows, fmt in zip(self.rows, self.parts, strict=True):
             x = round_trip(self.near, np.stack(rows[page * self.page_size : (page + 1) * self.page_size]))
-            spec = support.spec_of(fmt)
+            spec = support.spec_of(fmt, self.page_size)
             planes.append(oracle_codec.encode(spec, x).planes)
             decoded.append(oracle_codec.decode(spec, planes[-1], x.shape[-1]))
         self._planes[page], self._decoded[page] = tuple(planes), tuple(decoded)

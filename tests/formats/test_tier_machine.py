@@ -29,6 +29,7 @@ FORMATS = {
     "int4:g8:asym,sink=3,recent=6:fp8_e4m3": torch.float32,
     "k=int2:c4:asym:scale=fp16,v=int2:g8:asym:scale=fp16,recent=2": torch.float32,
     "k=nvfp4,v=int8:c2,sink=5": torch.bfloat16,
+    "k=int4:g8:asym:sparse=5,v=int2:c4:sparse=3,recent=3": torch.float32,
 }
 
 

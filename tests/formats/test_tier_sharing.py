@@ -11,7 +11,7 @@ from replay import Replay, placed, run, state, tiered
 from kvport import OutOfPages, PagedCache, Sequence
 from kvport_cpu import reference
 
-FORMATS = ("int8,recent=6", "int4:g8:asym,sink=3,recent=5", "k=int2:c4:asym,v=int8,recent=3")
+FORMATS = ("int8,recent=6", "int4:g8:asym,sink=3,recent=5", "k=int2:c4:asym,v=int8,recent=3", "int4:asym:sparse=4")
 
 
 def held(cache: PagedCache) -> list[int]:
