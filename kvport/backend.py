@@ -59,12 +59,15 @@ class Support:
     supported choice. ``workspace`` is ``"history"`` where attend needs memory that grows with the context.
     ``features`` is the subset of :data:`FEATURES` that is honoured for this layout; those of
     :data:`STORAGE_FEATURES` are not taken for granted. Tiers need "lse", by which they are merged; a rotation is done
-    before rows reach a backend and needs nothing.
+    before rows reach a backend and needs nothing. ``scale_rule`` says, where not all static scales can be held exactly,
+    which can; :meth:`Backend.allocate` raises ``ScaleError`` for others, naming one. Nothing else may be decided as
+    late as that.
     """
 
     reasons: tuple[str, ...] = ()
     workspace: Workspace = "bounded"
     features: frozenset[str] = ATTENTION_FEATURES
+    scale_rule: str = ""
 
     @property
     def ok(self) -> bool:

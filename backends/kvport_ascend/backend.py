@@ -39,7 +39,7 @@ from kvport.backend import Plan, StepArrays, Store, Support
 from kvport.errors import BackendUnavailable, InvalidArgument, Unsupported
 from kvport.layout import GroupLayout
 from kvport.scales import LayerScales, SideScales
-from kvport_ascend.formats import BY_VALUE, max_pages, mode_of, refusals, static_operands
+from kvport_ascend.formats import max_pages, mode_of, refusals, scale_rule, static_operands
 from kvport_ascend.pages import FORMS, ND, PageForm, buffers, own_or_given, signed_codes, to_canonical, to_native
 from kvport_ascend.probing import probe
 from kvport_ascend.socs import SOCS, Soc
@@ -123,10 +123,9 @@ class Routes:
 class AscendBackend(TorchBackend):
     """Pages for one NPU, or for the emulated operators on the CPU.
 
-    ``soc`` is the chip family whose rules hold, ``numeric`` the emulator's arithmetic, ``form`` how pages lie,
-    ``by_value`` whether static formats are judged by their numbers (:mod:`kvport_ascend.formats`). Inherited from the
-    torch base class: gather, copy_pages and poisoned, which work on this store through :meth:`_read` and
-    :meth:`buffers`.
+    ``soc`` is the chip family whose rules hold, ``numeric`` the emulator's arithmetic, ``form`` how pages lie.
+    Inherited from the torch base class: gather, copy_pages and poisoned, which work on this store through
+    :meth:`_read` and :meth:`buffers`.
     """
 
     name: ClassVar[str] = "ascend"
@@ -150,7 +149,6 @@ class AscendBackend(TorchBackend):
         self.weight_error = WEIGHT_ERROR[form.inner_precise]
         self._facts = {**facts, "page layout": form.name.upper(), "partials": PARTIALS}
         self._numeric = numeric
-        self.by_value = os.environ.get(BY_VALUE) == "1"
         self._mask: Tensor | None = None
 
     def facts(self) -> dict[str, str]:
@@ -173,7 +171,10 @@ class AscendBackend(TorchBackend):
     def support(self, layout: GroupLayout) -> Support:
         features = {"prefill", "verify", "poison"} | ({"lse"} if self.form.lse else set())
         return Support(
-            refusals(layout, self.soc, self.form, self.by_value), workspace="history", features=frozenset(features)
+            refusals(layout, self.soc, self.form),
+            workspace="history",
+            features=frozenset(features),
+            scale_rule=scale_rule(layout),
         )
 
     def allocate(
@@ -189,6 +190,8 @@ class AscendBackend(TorchBackend):
             reasons += (f"{pages} pages: at most {max_pages(layout)} keep K below 2^31 elements (rule cache_elements)",)
         if reasons:
             raise Unsupported(f"backend {self.name} cannot store {layout.format}", reasons)
+        given = tuple(scales or [LayerScales()] * layout.layers)
+        operands = [self._static_operands(layout, index, layer) for index, layer in enumerate(given)]
         tensors = {
             name: own_or_given(storage, name, shape, dtype, self.torch_device)
             for name, (shape, dtype) in buffers(layout, pages, self.form).items()
@@ -196,8 +199,6 @@ class AscendBackend(TorchBackend):
         poison = tensors.pop(POISON, None)
         if poison is not None:
             poison.zero_()
-        given = tuple(scales or [LayerScales()] * layout.layers)
-        operands = [self._static_operands(layout, index, layer) for index, layer in enumerate(given)]
         store = AscendStore(layout, pages, tensors, tuple(self._on_device(layer) for layer in given), poison)
         store.operands = operands
         return store

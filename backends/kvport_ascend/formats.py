@@ -34,8 +34,6 @@ from kvport_ascend.emulator.scatter_rules import SCATTER_PA
 from kvport_ascend.pages import ND, NZ, NZ_FRACTION, PageForm
 from kvport_ascend.socs import Soc
 
-#: Set to 1: static formats are accepted, and judged by their numbers when a cache opens.
-BY_VALUE: Final = "KVPORT_ASCEND_BY_VALUE"
 QUERY_DTYPES: Final = (torch.float16, torch.bfloat16)
 _STATIC_MODES: Final = {"channel": 0, "tensor": 0, "head": 2}
 #: Heads (query, KV) that the documentation lists for NZ pages.
@@ -57,13 +55,13 @@ def mode_of(fmt: TensorFormat, form: PageForm = ND) -> int | None:
     return 5 if fmt.granularity == "token" and fmt.symmetric and fmt.scale_dtype == "fp32" else None
 
 
-def refusals(layout: GroupLayout, soc: Soc, form: PageForm = ND, by_value: bool = False) -> tuple[str, ...]:
+def refusals(layout: GroupLayout, soc: Soc, form: PageForm = ND) -> tuple[str, ...]:
     """Every unmet requirement, with the value at hand, what is allowed, and the rule that says so."""
     if soc.refusal:
         return (f"on {soc.products}: {soc.refusal}",)
     if layout.latent:
         return ("latent (MLA) layers: with query_rope the operator is documented to take no antiquant scales",)
-    found = [*_format_refusals(layout, by_value), *_size_refusals(layout, soc)]
+    found = [*_format_refusals(layout), *_size_refusals(layout, soc)]
     if form is NZ:
         found += _nz_refusals(layout, soc)
     if layout.window is not None:
@@ -79,7 +77,7 @@ def _quote(name: str) -> str:
     return f"rule {name}: {rule.text} [{rule.source}]"
 
 
-def _format_refusals(layout: GroupLayout, by_value: bool) -> list[str]:
+def _format_refusals(layout: GroupLayout) -> list[str]:
     found = []
     if layout.dtype not in QUERY_DTYPES:
         found.append(f"model dtype {layout.dtype}: float16 or bfloat16 is allowed ({_quote('query_dtype')})")
@@ -90,8 +88,6 @@ def _format_refusals(layout: GroupLayout, by_value: bool) -> list[str]:
             found.append(f"{side} pages of {fmt.code}: int8, or {nearest} ({_quote('kv_dtype')})")
         elif fmt.quantized and mode_of(fmt) is None:
             found.append(f"{side} format {fmt}: {_nearest(fmt)}")
-        elif fmt.static and not by_value:
-            found.extend(f"{side} format {fmt}: {reason}" for reason in _not_for_all_values(fmt, layout))
     if not found and mode_of(key) != mode_of(value):
         found.append(
             f"K is {key} and V is {value}, antiquant modes {mode_of(key)} and {mode_of(value)}: both need one mode, "
@@ -122,20 +118,14 @@ def _nearest(fmt: TensorFormat) -> str:
     return f"scales per token are float32; int8 without scale= is the nearest ({_quote('key_scale_dtype')})"
 
 
-def _not_for_all_values(fmt: TensorFormat, layout: GroupLayout) -> list[str]:
-    """Why some scales or zeros of this static format would change on their way to the operator."""
-    found = []
-    if not fmt.symmetric:
-        found.append(
-            "a zero is handed over as the offset 128 + zero / scale in the model's dtype, exact for few zeros; "
-            f"use the symmetric format, or {BY_VALUE}=1 to have them judged one by one when the cache opens"
-        )
-    if fmt.scale_torch_dtype != layout.dtype and layout.dtype in QUERY_DTYPES and fmt.symmetric:
-        found.append(
-            f"static scales are handed over in the model's dtype; scale={dtype_name(layout.dtype)} is the nearest "
-            f"({_quote('key_scale_dtype')})"
-        )
-    return found
+def scale_rule(layout: GroupLayout) -> str:
+    """Which static scales and zeros :func:`static_operands` takes, in words; empty where there are none."""
+    sides = [fmt for fmt in (layout.format.key, layout.format.value) if fmt.static]
+    if not sides:
+        return ""
+    dtype = dtype_name(layout.dtype)
+    rule = f"each scale is a {dtype} number, and so is its largest decoded value ({_quote('key_scale_dtype')})"
+    return rule if all(fmt.symmetric for fmt in sides) else f"{rule}; each 128 + zero / scale is a {dtype} number"
 
 
 def _nz_refusals(layout: GroupLayout, soc: Soc) -> list[str]:

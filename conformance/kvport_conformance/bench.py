@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kvport.backend import Backend, Plan, StepArrays, Store, Support
-from kvport.errors import Unsupported
+from kvport.errors import ScaleError, Unsupported
 from kvport.layout import GroupLayout
 from kvport.scales import LayerScales
 from kvport_conformance import inputs, judge, oracle_attention
@@ -149,6 +149,22 @@ class Bench:
             raise NotSupported(f"features not declared for this layout: {', '.join(lacking)}")
         return support
 
+    def allocate(
+        self,
+        layout: GroupLayout,
+        pages: int,
+        scales: Sequence[LayerScales] | None,
+        *,
+        storage: dict[str, Tensor] | None = None,
+    ) -> Store:
+        """A store of the backend. Ends the case where these static scales break the rule that it declared for them."""
+        try:
+            return self.backend.allocate(layout, pages, scales=scales, storage=storage)
+        except ScaleError as refusal:
+            if rule := self.backend.support(layout).scale_rule:
+                raise NotSupported(f"declared of static scales: {rule}") from refusal
+            raise
+
     def gives_lse(self, layout: GroupLayout) -> bool:
         """Whether attend's LSE means anything for this layout; where it does not, it must not look as if it did."""
         return "lse" in self.backend.support(layout).features
@@ -239,7 +255,7 @@ class Held:
         """``contents`` are the layers' tables, where not fresh ones with the bench's static scales."""
         self.bench, self.layout, self.pages = bench, layout, pages
         self.contents = list(contents or (bench.content(layout, layer) for layer in range(layout.layers)))
-        self.store: Store = bench.backend.allocate(layout, pages, scales=self.scales(), storage=storage)
+        self.store: Store = bench.allocate(layout, pages, self.scales(), storage=storage)
         self.slots = np.full((layout.layers, pages * layout.page_size), -1, np.int64)
         if fill is not None:
             for buffer in bench.backend.buffers(self.store).values():

@@ -6,14 +6,18 @@ plane arithmetic adds a term. ``pytest -rP`` prints what was observed of it.
 
 from __future__ import annotations
 
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from kvport.backend import Backend, StepArrays, Store, operations
 from kvport.cache import PagedCache
+from kvport.checkpoints import import_scales
 from kvport.errors import ScaleError, Unsupported
 from kvport.formats import dtype_name
 from kvport.layout import CacheLayout, GroupLayout
@@ -301,13 +305,6 @@ def test_skipped_rows_write_nothing_that_is_read(count: int) -> None:
         assert torch.equal(ours[name], theirs[name]), name
 
 
-@pytest.fixture
-def by_value(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Static formats are judged by their numbers."""
-    monkeypatch.setenv("KVPORT_ASCEND_BY_VALUE", "1")
-
-
-@pytest.mark.usefixtures("by_value")
 @pytest.mark.parametrize("format", [*FORMATS, "int8:channel:static:asym"])
 def test_export_and_import_keep_every_bit(format: str) -> None:
     """Pages of arbitrary bytes go from one store to another and to the reference and back."""
@@ -350,7 +347,6 @@ def test_copy_seal_and_gather(format: str) -> None:
                 assert torch.equal(mine[name], reference[name]), name
 
 
-@pytest.mark.usefixtures("by_value")
 @pytest.mark.parametrize("format", ["int8:channel:static:asym", "int8:head:static:asym", "int8:tensor:static:asym"])
 def test_asymmetric_static_scales(format: str, numeric: str) -> None:
     """Zeros that are whole multiples of their scale: the operator's offset has the opposite place and is exact."""
@@ -371,7 +367,6 @@ def test_asymmetric_static_scales(format: str, numeric: str) -> None:
     assert_attention(out, lse, query, k, v, 0.125, [50])
 
 
-@pytest.mark.usefixtures("by_value")
 def test_offset_that_is_not_exact_is_refused() -> None:
     layout = group_layout("int8:channel:static:asym", layers=1)
     scale = torch.full((2, 64), 0.0625)
@@ -380,7 +375,6 @@ def test_offset_that_is_not_exact_is_refused() -> None:
         load_emulated().allocate(layout, 4, scales=[LayerScales(sides, sides)])
 
 
-@pytest.mark.usefixtures("by_value")
 def test_scale_that_is_not_exact_in_the_models_dtype_is_refused() -> None:
     layout = group_layout("int8:channel:static", layers=1)
     exact, inexact = SideScales(torch.full((2, 64), 0.0625)), SideScales(torch.full((2, 64), 0.1))
@@ -389,13 +383,39 @@ def test_scale_that_is_not_exact_in_the_models_dtype_is_refused() -> None:
         load_emulated().allocate(layout, 4, scales=[LayerScales(exact, inexact)])
 
 
-@pytest.mark.parametrize("format", ["int8:channel:static:asym", "int8:channel:static"])
-def test_formats_judged_by_value_are_refused_unless_asked_for(format: str) -> None:
-    """support() promises for every number or not at all."""
-    layout = group_layout(format, layers=1)
-    exact = SideScales(torch.full((2, 64), 0.0625), torch.zeros(2, 64) if "asym" in format else None)
-    with pytest.raises(Unsupported, match="model's dtype"):
-        load_emulated().allocate(layout, 4, scales=[LayerScales(exact, exact)])
+@pytest.mark.parametrize(
+    ("format", "part"),
+    [("int8:channel:static", "bf16 number"), ("int8:channel:static:asym", "zero / scale"), ("int8", ""), ("bf16", "")],
+)
+def test_support_says_which_static_scales_fit(format: str, part: str) -> None:
+    support = load_emulated().support(group_layout(format, layers=1))
+    assert support.ok
+    assert part in support.scale_rule
+    assert bool(support.scale_rule) == bool(part)
+
+
+def test_an_asymmetric_c8_checkpoint_opens_and_keeps_its_meaning(tmp_path: Path) -> None:
+    """The operator's offset is the checkpoint's, negated; the codes decode to the checkpoint's numbers."""
+    generator = torch.Generator().manual_seed(3)
+    tensors = {}
+    for side, factor in (("k", 1), ("v", 3)):
+        name = f"model.layers.0.self_attn.{side}_proj"
+        scale = ((torch.rand(128, generator=generator) * 0.03 + 0.01) * factor).bfloat16()
+        tensors[f"{name}.kv_cache_scale"] = scale.float()
+        tensors[f"{name}.kv_cache_offset"] = torch.randint(-20, 20, (128,), generator=generator).float()
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "quant_model_description.json").write_text(json.dumps({"kv_cache_type": "C8"}))
+    config = {"model_type": "llama", "num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2}
+    (tmp_path / "config.json").write_text(json.dumps({**config, "head_dim": 64, "hidden_size": 256}))
+    recipe = import_scales(tmp_path)
+    (format,) = set(recipe.formats.values())
+    layout = make_layout(format, layers=1)
+    backend = load_emulated()
+    for each in (backend, REFERENCE):
+        PagedCache(each, layout, [4], scales=recipe)
+    store = open_store(backend, layout.groups[0].layout, 4, dict(recipe))
+    given = store.operands[0]["value_antiquant_offset"].flatten()  # type: ignore[attr-defined]
+    assert torch.equal(given.double(), -tensors["model.layers.0.self_attn.v_proj.kv_cache_offset"].double())
 
 
 def test_scale_beyond_float16_is_refused() -> None:

@@ -291,8 +291,7 @@ def test_950_page_write_and_read_disagree() -> None:
     assert not broken(replace(nz_call(group(), "950"), key=cache, value=cache))
 
 
-def test_asymmetric_formats_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVPORT_ASCEND_BY_VALUE", "1")
+def test_asymmetric_formats_are_refused() -> None:
     asked = group("int8:channel:static:asym")
     reasons = load_emulated(layout="nz").support(asked).reasons
     assert ["rule nz_no_offset" in reason for reason in reasons] == [True, True]

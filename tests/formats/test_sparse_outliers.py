@@ -14,9 +14,6 @@ import numpy as np
 import pytest
 import torch
 from core_support import Array, bits
-from kvport_conformance import inputs, oracle_codec
-from kvport_cpu.base import TorchBackend
-from kvport_cpu.reference import ReferenceBackend
 from replay import Replay, open_layout, placed, run, tiered
 
 from kvport import (
@@ -41,6 +38,9 @@ from kvport.cli import main
 from kvport.image_report import inspect_image
 from kvport.recipes import Recipe
 from kvport.tiers import canonical_bytes
+from kvport_conformance import inputs, oracle_codec
+from kvport_cpu.base import TorchBackend
+from kvport_cpu.reference import ReferenceBackend
 
 PAGE, HEADS, DIM, COUNT = 8, 2, 32, 6
 FORMATS = [

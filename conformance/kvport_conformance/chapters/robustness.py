@@ -47,7 +47,7 @@ def honest_support(bench: Bench) -> None:
     contents = [bench.content(layout, layer) for layer in range(shape.layers)]
     scales = [content.scales() for content in contents] if layout.format.static else None
     if first.ok:
-        bench.backend.allocate(layout, 3, scales=scales)
+        bench.allocate(layout, 3, scales)
         return
     if not all(isinstance(reason, str) and reason.strip() for reason in first.reasons):
         raise Disagreement(f"every reason is a sentence, got {first.reasons!r}")

@@ -266,7 +266,7 @@ def owned_bytes(bench: Bench) -> None:
         contents = [bench.content(layout, layer) for layer in range(layout.layers)]
         scales = [content.scales() for content in contents] if layout.format.static else None
         with allocation.held(bench.backend.torch_device) as measured:
-            stores.append(bench.backend.allocate(layout, pages, scales=scales))
+            stores.append(bench.allocate(layout, pages, scales))
         taken.append(measured.bytes)
         buffers = bench.backend.buffers(stores[-1])
         owned = sum(tensor.numel() * tensor.itemsize for tensor in buffers.values())
