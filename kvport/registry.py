@@ -207,6 +207,12 @@ class Registry:
             raise UnknownBackend(f"no backend drives a device of type {request.type!r}{hint}{_known(outcomes)}")
         usable = [candidate for candidate in candidates if candidate.probe.usable]
         if not usable:
+            # Only now are those probed that a bare device never chooses (an interpreter is a choice for the whole
+            # process): advice to ask for one by name must not lead to the next refusal.
+            candidates = [
+                replace(c, probe=_by_name_only(c.info, c.device, request)) if c.device.explicit else c
+                for c in candidates
+            ]
             raise BackendUnavailable(f"no usable backend for {str(request)!r}:{_listed(candidates, outcomes)}")
         top = max(candidate.info.priority for candidate in usable)
         winners = [candidate for candidate in usable if candidate.info.priority == top]
@@ -235,6 +241,14 @@ def probe_device(info: BackendInfo, device: Device, index: int | None = None) ->
         return probe
     have = f"has {count} device(s) here, 0 .. {count - 1}" if count else "has no device here"
     return replace(probe, usable=False, reason=f"index {index} is out of range: {device.type} {have}")
+
+
+def _by_name_only(info: BackendInfo, device: Device, request: DeviceString) -> Probe:
+    """What a backend that a bare device never chooses says of itself: how to ask for it, or why that would not help."""
+    probe = probe_device(info, device, request.index)
+    if probe.usable:
+        return Probe(usable=False, reason=f"chosen only by name: write '{info.name}@{request.device}'")
+    return replace(probe, reason=f"chosen only by name, and not usable then either: {probe.reason}")
 
 
 def _count(device: Device, probe: Probe) -> int | None:

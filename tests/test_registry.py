@@ -129,6 +129,39 @@ def test_explicit_devices_only_by_name(install: Install) -> None:
         found.select("slowchip")
 
 
+def _second_by_name_only(found: Registry, monkeypatch: pytest.MonkeyPatch, probes: list[str]) -> None:
+    """The good plugin's second backend also drives goodchip and lonelychip, by name only, and cannot be used."""
+    plugin = found.plugins.load("good")
+
+    def probe(device_type: str) -> Probe:
+        probes.append(device_type)
+        return Probe(usable=False, reason="it is switched off")
+
+    first, second = plugin.backends
+    devices = tuple(Device(name, torch_type="cpu", explicit=True) for name in ("goodchip", "lonelychip"))
+    edited = dataclasses.replace(plugin, backends=(first, dataclasses.replace(second, devices=devices, probe=probe)))
+    monkeypatch.setitem(found.plugins._outcomes, "good", edited)
+
+
+def test_advice_to_ask_by_name_leads_to_no_second_refusal(install: Install, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = install("good")
+    _second_by_name_only(found, monkeypatch, [])
+    with pytest.raises(BackendUnavailable) as caught:
+        found.select("lonelychip")
+    assert "chosen only by name, and not usable then either: it is switched off" in str(caught.value)
+    assert "write" not in str(caught.value)
+
+
+def test_a_bare_device_that_works_probes_nobody_who_must_be_named(
+    install: Install, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``kvport.open("cpu")`` must not wake an interpreter."""
+    found, probes = install("good"), []  # type: tuple[Registry, list[str]]
+    _second_by_name_only(found, monkeypatch, probes)
+    assert found.select("goodchip").info.name == "good"
+    assert probes == []
+
+
 BROKEN = {
     "importerror": "ImportError: No module named 'vendor_sdk'",
     "oserror": "OSError: libvendor.so.2: cannot open shared object file",

@@ -100,6 +100,38 @@ def test_the_command_says_what_to_do_next(tmp_path: Path, capsys: pytest.Capture
     assert "not empty" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    {
+        "kvport": "belongs to kvport",
+        "kvport_mychip": "belongs to kvport",
+        "kvport-mychip": "belongs to kvport",
+        "reference": "is taken by the plugin of kvport",
+        "triton": "is taken by the plugin of kvport",
+        "ascend": "is taken by the plugin of kvport",
+        "cpu": "is the device type that ",
+        "cuda": "is the device type that ",
+        "npu": "is the device type that ",
+        "class": "is a word of the Python language",
+        "match": "is a word of the Python language",
+        "json": "is that of the module 'json'",
+        "torch": "is that of the module 'torch'",
+        "conformance": "makes the package kvport_conformance, which is installed already",
+    }.items(),
+)
+def test_names_that_are_somebody_elses_are_refused(name: str, reason: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=f"{name!r} {reason}.*choose another, such as mychip"):
+        generate(name, "chip", tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "npu"])
+def test_devices_that_kvport_drives_are_refused(device: str, tmp_path: Path) -> None:
+    with pytest.raises(InvalidArgument, match=f"{device!r} is driven by kvport's own backend .* two would tie"):
+        generate("mychip", device, tmp_path / "x")
+    assert not (tmp_path / "x").exists()
+
+
 @pytest.mark.parametrize("name", ["MyChip", "my chip", "1chip", "", "a@b", "x:0", "-x"])
 def test_names_that_cannot_be_are_refused(name: str, tmp_path: Path) -> None:
     with pytest.raises(InvalidArgument, match="lower-case words"):

@@ -25,7 +25,7 @@ from kvport.backend import Backend, Plan, StepArrays, Store, Support
 from kvport.errors import ScaleError, Unsupported
 from kvport.layout import GroupLayout
 from kvport.scales import LayerScales
-from kvport_conformance import inputs, judge, oracle_attention
+from kvport_conformance import hints, inputs, judge, oracle_attention
 from kvport_conformance.axes import Geometry, parse
 from kvport_conformance.cases import Case
 from kvport_conformance.content import Content, Ids
@@ -40,6 +40,8 @@ from kvport_conformance.tensors import (
     to_torch,
 )
 from kvport_conformance.verdicts import Disagreement, NotSupported
+
+__tracebackhide__ = True  # a backend's traceback leads from the check into the backend, not through here
 
 #: Every byte of a fresh store: NaN to every float, -1 to signed and 255 to unsigned codes.
 FILL: Final = judge.FILL
@@ -239,7 +241,7 @@ class Held:
     """A store driven by raw arrays, and what the judge knows of it.
 
     ``slots[layer, page * P + offset]`` is the number of the token that lies there in the layer's :class:`Content`,
-    -1 where nothing was written.
+    -1 where nothing was written; ``former`` is what lay there before the last copy or import.
     """
 
     def __init__(
@@ -257,6 +259,7 @@ class Held:
         self.contents = list(contents or (bench.content(layout, layer) for layer in range(layout.layers)))
         self.store: Store = bench.allocate(layout, pages, self.scales(), storage=storage)
         self.slots = np.full((layout.layers, pages * layout.page_size), -1, np.int64)
+        self.former = self.slots.copy()
         if fill is not None:
             for buffer in bench.backend.buffers(self.store).values():
                 fill_bytes(buffer, fill)
@@ -322,10 +325,12 @@ class Held:
     def import_tokens(self, layer: int, pages: Sequence[int], ids: Ids) -> None:
         """Import whole pages holding these tokens (page by page, slot by slot)."""
         planes = self.contents[layer].torch_planes(ids, (len(pages), self.layout.page_size), self.layout)
+        self.former = self.slots.copy()
         self.bench.backend.import_pages(self.store, layer, list(pages), planes)
         self.slots[layer, self.slots_of(pages, 0, len(ids))] = ids
 
     def copy_pages(self, source: Sequence[int], target: Sequence[int]) -> None:
+        self.former = self.slots.copy()
         self.bench.backend.copy_pages(self.store, list(source), list(target))
         size = self.layout.page_size
         view = self.slots.reshape(self.layout.layers, self.pages, size)
@@ -365,6 +370,7 @@ class Held:
                 self.bench.figures,
                 exactness=self.bench.exactness,
                 unambiguous=unambiguous,
+                former=self.former[layer].reshape(self.pages, size)[chosen][page, offset],
             )
 
     def snapshot(self, pages: Sequence[int], layers: Iterable[int] | None = None) -> dict[tuple[int, str], bytes]:
@@ -442,12 +448,15 @@ class Held:
             answer = self.bench.backend.attend(
                 self.store, layer, tensor, plan.plan, scale=scale, softcap=softcap, sinks=logits, partial=partial
             )
+        if not torch.equal(tensor, to_torch(query, name, self.device, form)):
+            raise Disagreement("attend changed its query argument")
         out, lse = self._answer(answer, query, torch.float32 if partial else DTYPES[name])
         given = {"scale": scale, "softcap": softcap, "window": self.layout.window, "sinks": sinks}
         first = 0
         for s, row in enumerate(plan.rows if judged else ()):
             rows = slice(first, first := first + row.queries)
-            key, value = (self.contents[layer].decoded[n][self._ids(layer, row)] for n in ("key", "value"))
+            content, ids = self.contents[layer], self._ids(layer, row)
+            key, value = (content.decoded[n][ids] for n in ("key", "value"))
             start = row.position - row.kv_start
             judge_rows(
                 (out[rows], lse[rows]),
@@ -461,6 +470,7 @@ class Held:
                 self.bench.figures,
                 lse=self.bench.gives_lse(self.layout),
                 weight_error=self.bench.weight_error,
+                tokens=(content, ids),
             )
         return out, lse
 
@@ -501,11 +511,13 @@ def judge_rows(
     *,
     lse: bool = True,
     weight_error: float = 0.0,
+    tokens: tuple[Content, Ids] | None = None,
 ) -> None:
     """Judge the query rows of one sequence against float64 attention over its decoded keys and values.
 
     ``lse`` is False where the backend declares that it gives none: all of it must be NaN then. ``weight_error`` is
-    what it declares of its softmax weights, see ``oracle_attention.attention_bound``.
+    what it declares of its softmax weights, see ``oracle_attention.attention_bound``. ``tokens`` are the table and the
+    numbers of the tokens behind ``key`` and ``value``, where one table has them all; only hints need them.
 
     Of more than :data:`SAMPLED_ROWS` rows, only runs of rows at the begin, at the end and around every 16th are
     computed by the oracle (they include all page boundaries); the others must at least be finite where those are.
@@ -528,7 +540,21 @@ def judge_rows(
             who=who if (first, last) == (0, len(query)) else f"{who}, rows {first} .. {last - 1}",
             figures=figures,
             lse=lse,
-            hypotheses=functools.partial(judge.explain_attention, seen, query[rows], key, value, begin, given),
+            hint=functools.partial(
+                hints.attended,
+                hints.Attended(
+                    seen,
+                    query[rows],
+                    key,
+                    value,
+                    begin,
+                    given,
+                    query_dtype,
+                    weight_error,
+                    lse,
+                    *(tokens or (None, None)),
+                ),
+            ),
         )
     if np.isfinite(key).all() and np.isfinite(value).all() and not np.isfinite(observed[0]).all():
         bad = np.flatnonzero(~np.isfinite(observed[0]).all(axis=(1, 2)))

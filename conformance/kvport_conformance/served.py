@@ -24,6 +24,8 @@ from kvport_conformance.content import Ids
 from kvport_conformance.oracle_floats import Array
 from kvport_conformance.tensors import DTYPES, fill_bytes, plane_to_numpy, poisoned_allocations, to_torch
 
+__tracebackhide__ = True  # as in bench.py
+
 
 class Served:
     """A cache of equal layers without tiers, and the tokens that each of its sequences must hold.
@@ -180,6 +182,7 @@ class Served:
                 self.bench.figures,
                 lse=self.bench.gives_lse(self.group),
                 weight_error=self.bench.weight_error,
+                tokens=(content, np.asarray(held, np.int64)),
             )
 
     # -- at rest -------------------------------------------------------------------------------------------------

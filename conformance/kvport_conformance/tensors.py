@@ -27,7 +27,8 @@ def to_torch(x: Float32Array, dtype: str, device: torch.device, form: str = "pac
 
     What lies between the elements is NaN, so that a kernel which assumes contiguity reads poison.
     """
-    flat = torch.from_numpy(np.ascontiguousarray(x)).to(DTYPES[dtype]).to(device)
+    # A copy: what a backend does to its arguments must not reach the judge's own numbers.
+    flat = torch.from_numpy(np.ascontiguousarray(x).copy()).to(DTYPES[dtype]).to(device)
     tokens, heads, dim = x.shape
     if form == "packed":
         return flat

@@ -13,4 +13,5 @@ pytestmark = pytest.mark.kvport_chapter(CHAPTER)
 
 
 def test_pages(bench: Bench) -> None:
+    __tracebackhide__ = True
     run(bench)

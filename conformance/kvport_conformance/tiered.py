@@ -26,6 +26,8 @@ from kvport_conformance.tensors import DTYPES, fill_bytes, plane_to_numpy, poiso
 
 FLOAT_CODES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
 
+__tracebackhide__ = True  # as in bench.py
+
 
 class Tiered:
     """Sequences of a tiered cache. ``near[s]`` and ``far[s]`` are token numbers by position; far is -1 where near."""

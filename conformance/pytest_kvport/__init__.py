@@ -11,11 +11,19 @@ from typing import NoReturn
 
 import pytest
 
-__all__ = ["UnsupportedCase", "split_formats", "unsupported"]
+__all__ = ["UnsupportedCase", "disagreement", "split_formats", "unsupported"]
 
 
 class UnsupportedCase(pytest.skip.Exception):  # type: ignore[name-defined,misc]  # pytest types it as a variable
     """The backend declines this case. Reported as its own outcome, neither a pass nor an ordinary skip."""
+
+
+class FailedCase(pytest.fail.Exception):  # type: ignore[name-defined,misc]  # pytest types it as a variable
+    """The backend's answer is not what it must be. ``reason`` is what reports keep: they have the rest already."""
+
+    def __init__(self, text: str, reason: str) -> None:
+        super().__init__(text, pytrace=False)
+        self.reason = reason
 
 
 def unsupported(reason: str) -> NoReturn:
@@ -24,6 +32,15 @@ def unsupported(reason: str) -> NoReturn:
     if not reason:
         raise ValueError("an unsupported case needs the backend's reason")
     raise UnsupportedCase(reason)
+
+
+def disagreement(case: str, expected: str, found: str) -> NoReturn:
+    """End the running case as failed: its id, what it expects in a sentence, and where the answer first differs.
+
+    There is no traceback: a disagreement lies in numbers, and the line of the suite that compared them says nothing.
+    """
+    __tracebackhide__ = True
+    raise FailedCase(f"{case}\n  expected: {expected}\n  found: {found}", found) from None
 
 
 def split_formats(text: str) -> list[str]:

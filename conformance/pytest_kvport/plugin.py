@@ -27,7 +27,7 @@ from typing import Any, Final
 
 import pytest
 
-from pytest_kvport import UnsupportedCase, reporting, split_formats
+from pytest_kvport import FailedCase, UnsupportedCase, reporting, split_formats
 from pytest_kvport.selection import SUITE, Selected, is_inside_suite, selected
 
 # In an editable install the suite's helper modules would otherwise have bare asserts.
@@ -236,7 +236,15 @@ def pytest_runtest_makereport(
             del made.wasxfail
     elif made.failed:
         outcome = "fail" if call.when == "call" else "error"
-        reason = raised.exconly(tryshort=True) if raised is not None else str(made.longrepr)
+        if raised is not None and isinstance(raised.value, FailedCase):
+            reason, made.longrepr = raised.value.reason, str(raised.value)
+        else:
+            reason = raised.exconly(tryshort=True) if raised is not None else str(made.longrepr)
+            if raised is not None and item.config.option.tbstyle == "auto":
+                # Where in the backend, line by line, instead of pages of the suite's source.
+                made.longrepr = raised.getrepr(
+                    style="short", tbfilter=lambda info: info.traceback.cut(path=item.path).filter(info)
+                )
     if call.when == "call" and (waiver := _waiver(item)):
         outcome, reason = _apply(waiver, made, item, outcome, reason)
     made.kvport_outcome, made.kvport_reason = outcome, reason  # type: ignore[attr-defined]

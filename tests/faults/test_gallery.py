@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from kvport_faults.expected import HINTS, contradiction
 from kvport_faults.gallery import FAULTS, first_rejection, quick_cases
 from kvport_faults.registry import Fault
 from kvport_faults.subject import Subject
@@ -40,6 +41,7 @@ def test_every_fault_is_rejected_by_its_own_chapter(fault: Fault) -> None:
     # A judged disagreement, with a message: not a crash of the suite that happens to be red.
     assert rejection.outcome == "fail", f"{rejection.case.id}: {rejection.reason}"
     assert len(rejection.reason) > 20
+    assert not contradiction(fault.name, rejection.reason), f"{rejection.case.id}: {rejection.reason}"
 
 
 @pytest.mark.parametrize("chapter", CHAPTERS)
@@ -56,6 +58,13 @@ def test_the_gallery_is_large_and_spans_every_chapter() -> None:
     assert len(FAULTS) >= 60
     assert {fault.chapter for fault in FAULTS.values()} == set(CHAPTERS)
     assert all(fault.summary.endswith(".") for fault in FAULTS.values())
+
+
+def test_hints_are_expected_of_faults_that_exist() -> None:
+    assert set(HINTS) <= set(FAULTS)
+    assert contradiction("Truncates", "x\n  looks like: rounding toward zero, not to nearest even, or y") == ""
+    assert contradiction("Truncates", "x\n  looks like: the window is not applied") != ""
+    assert contradiction("AssumesContiguous", "x\n  looks like: rounding toward zero") != ""
 
 
 def test_the_documented_table_lists_every_fault() -> None:
