@@ -388,6 +388,34 @@ def test_a_failure_in_a_fixture_is_an_error_and_in_the_call_a_fail(world: World)
     assert "assert 1 == 2" in odd["odd/test_wrong"]["reason"]
 
 
+def test_a_disagreement_is_a_few_lines_and_an_exception_a_short_traceback(world: World) -> None:
+    source = """
+        import pytest
+        from pytest_kvport import disagreement
+        pytestmark = pytest.mark.kvport_chapter("odd")
+        def inner():
+            raise RuntimeError("driver lost")
+        def test_differs():
+            try:
+                raise ValueError("the suite's own")
+            except ValueError:
+                disagreement("odd/case", "Codes are right.", "key.codes differ at page 1")
+        def test_raises():
+            inner()
+    """
+    write(world.checkout / "conformance", {"kvport_conformance/test_odd.py": source})
+    result = world.pytest("conformance/kvport_conformance/test_odd.py", "--backend=cpu", "--report=report.json", "-n2")
+    assert result.ret == 1
+    text = "\n".join(result.outlines)
+    assert "odd/case\n  expected: Codes are right.\n  found: key.codes differ at page 1\n" in text
+    assert "the suite's own" not in text
+    assert "def test_" not in text  # no source of the suite
+    assert "in inner\n    raise RuntimeError" in text
+    reasons = {case["id"]: case["reason"] for case in world.report()["cases"]}
+    assert reasons["odd/test_differs"] == "key.codes differ at page 1"
+    assert reasons["odd/test_raises"] == "RuntimeError: driver lost"
+
+
 def test_a_worker_that_dies_is_an_error_of_its_case(world: World) -> None:
     source = """
         import os, pytest
