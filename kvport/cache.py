@@ -10,14 +10,15 @@ import hashlib
 import json
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import TracebackType
-from typing import Literal
+from typing import Literal, NoReturn
 
 import torch
 from torch import Tensor
 
+from kvport.arguments import show, whole_number
 from kvport.backend import Backend, Execution, Store, Support, operations, storage_features
 from kvport.errors import (
     ClosedError,
@@ -36,7 +37,7 @@ from kvport.pages import SPARE, PagePool
 from kvport.prefix import PrefixIndex, PrefixStats
 from kvport.rotation import unrotate
 from kvport.scales import LayerScales, resolve_scales, scales_digest, warn_unit_scales
-from kvport.sequences import Sequence
+from kvport.sequences import Sequence, check_pin
 from kvport.step import Fresh, Step, read_ids
 from kvport.tiers import Lane, canonical_bytes, make_lanes
 
@@ -135,8 +136,11 @@ class PagedCache:
     ) -> None:
         """``pages`` has one count per lane, spare included (:func:`kvport.tiers.make_lanes`: one per group of layers,
         then one per near tier); ``identity`` names model, adapter and RoPE."""
+        self._closed = False
+        self._sequences: dict[int, Sequence] = {}
         self.backend = backend
         self.layout = layout
+        check_sharing(identity, share_prefixes)
         self.share_prefixes = share_prefixes
         resolved = resolve_scales(layout, scales)
         warn_unit_scales(resolved)
@@ -145,19 +149,11 @@ class PagedCache:
         self.fingerprint = _fingerprint(layout, scales_digest(resolved), identity or {})
         if len(pages) != len(self._lanes):
             raise InvalidArgument(f"pages has {len(pages)} counts, the cache has {len(self._lanes)} pools of pages")
-        self._pools = [PagePool(count) for count in pages]
+        for count in pages:
+            whole_number("pages (of a pool, one of them the spare)", count, 2)
         self._page_bytes = [backend.page_bytes(lane.layout) for lane in self._lanes]
-        self._stores: list[Store] = []
-        for lane, count, size in zip(self._lanes, pages, self._page_bytes, strict=True):
-            scales_of_lane = resolved[lane.group] if lane.layout.format.calibrated else None
-            try:
-                self._stores.append(backend.allocate(lane.layout, count, scales=scales_of_lane))
-            except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError on CPUs, a subclass on GPUs
-                self._stores.clear()
-                raise OutOfMemory(
-                    f"{backend.device} could not allocate {count} {lane.layout.format} pages of {size:,} bytes "
-                    f"({count * size / 2**30:.2f} GiB); open with fewer tokens or pages. It said: {error}"
-                ) from error
+        self._stores = self._allocate(pages, resolved)
+        self._pools = [PagePool(count) for count in pages]
         self.prefix = PrefixIndex(self.fingerprint, layout.page_size, self._pools, self._lanes)
         # By group: near page -> the far page it was sealed into, while other sequences still hold the near one.
         self._sealed_as: list[dict[int, int]] = [{} for _ in layout.groups]
@@ -166,10 +162,8 @@ class PagedCache:
                 self._pools[tiers.near].on_free = partial(self._forget_seal, group)
         self._where = [layout.locate(layer) for layer in range(len(layout.layers))]
         self._stored_layers = [layer for group in layout.groups for layer in group.layers]
-        self._sequences: dict[int, Sequence] = {}
         self._made = 0
         self._step: Step | None = None
-        self._closed = False
 
     # -- sequences -----------------------------------------------------------------------------------------------
 
@@ -189,22 +183,22 @@ class PagedCache:
         self._open("match a prefix in")
         self._outside_step("match a prefix")
         known = read_ids(ids)
-        sequence = self._new_sequence()
-        if pin:
-            try:
-                sequence.pin(pin)
-            except BaseException:
-                sequence.free()
-                raise
+        if type(pin) is not int or pin != 0:
+            check_pin(self, pin)
+        found = None
         if self.share_prefixes:
             recent = max(tiers.recent for tiers in self._tiers)
             found = self.prefix.match(known, max(0, len(known) - recent), pin)
+        # Nothing below can fail.
+        sequence = self._new_sequence()
+        sequence._pin = pin
+        if found is not None:
             for pool, held in zip(self._pools, found.pages, strict=True):
                 pool.retain(held)
             sequence._chain, sequence._pages, sequence._passed = found.chain, found.pages, found.passed
             sequence._length = len(found.chain) * self.layout.page_size
             sequence._sealed = [sequence._length if tiers.tiered else 0 for tiers in self._tiers]
-            sequence._indexed = len(found.chain)
+            sequence._indexed, sequence._offered_at = len(found.chain), self.prefix.losses
             sequence._ids = known[: sequence._length]
         return sequence
 
@@ -270,7 +264,7 @@ class PagedCache:
 
     @property
     def sequences(self) -> tuple[Sequence, ...]:
-        """Live sequences, oldest first."""
+        """Live sequences, oldest first (none once the cache is closed)."""
         return tuple(self._sequences.values())
 
     def stats(self) -> CacheStats:
@@ -280,10 +274,11 @@ class PagedCache:
             PoolStats(str(lane.layout.format), pool.total, pool.free, self.prefix.evictable(n), size, size * pool.pages)
             for n, (lane, pool, size) in enumerate(zip(self._lanes, self._pools, self._page_bytes, strict=True))
         )
-        return CacheStats(pools, len(self._sequences), len(self.prefix), self.prefix.stats)
+        return CacheStats(pools, len(self._sequences), len(self.prefix), replace(self.prefix.stats))
 
     def canonical_bytes(self) -> int:
         """Bytes of the canonical page images of all live sequences (a shared page counts once per sequence)."""
+        self._open("count the bytes of")
         return sum(canonical_bytes(self.layout, s.length, s._pin) for s in self._sequences.values())
 
     def check(self) -> tuple[Poisoned | Clipped, ...]:
@@ -356,6 +351,7 @@ class PagedCache:
         for sequence in self._sequences.values():
             sequence._alive = False
         self._sequences.clear()
+        self.prefix.clear()
         self._stores.clear()
         self._closed = True
 
@@ -369,11 +365,16 @@ class PagedCache:
             self._step.rollback()
         self.close()
 
-    def __copy__(self) -> PagedCache:
-        raise KVPortError("a cache cannot be copied; fork its sequences, or open a second cache")
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """copy, deepcopy and pickle: a cache is device memory, not a value."""
+        raise KVPortError(
+            "a cache cannot be copied or pickled; fork its sequences, or open a second cache and move sequences there "
+            "with export and insert"
+        )
 
-    def __deepcopy__(self, memo: object) -> PagedCache:
-        raise KVPortError("a cache cannot be copied; fork its sequences, or open a second cache")
+    def __repr__(self) -> str:
+        state = "closed" if self._closed else f"{len(self._sequences)} sequences"
+        return f"<PagedCache {self.layout.format} on {self.backend.name}@{self.backend.device}: {state}>"
 
     # -- shared with steps and sequences ------------------------------------------------------------------------
 
@@ -384,6 +385,23 @@ class PagedCache:
 
     def _forget(self, sequence: Sequence) -> None:
         del self._sequences[sequence.number]
+
+    def _allocate(self, pages: SequenceOf[int], scales: SequenceOf[tuple[LayerScales, ...]]) -> list[Store]:
+        """A store for every lane."""
+        stores = []
+        for lane, count, size in zip(self._lanes, pages, self._page_bytes, strict=True):
+            scales_of_lane = scales[lane.group] if lane.layout.format.calibrated else None
+            try:
+                # Tensors made in inference mode could not be written to outside of it.
+                with torch.inference_mode(False):
+                    stores.append(self.backend.allocate(lane.layout, count, scales=scales_of_lane))
+            except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError on CPUs, a subclass on GPUs
+                stores.clear()
+                raise OutOfMemory(
+                    f"{self.backend.device} could not allocate {count} {lane.layout.format} pages of {size:,} bytes "
+                    f"({count * size / 2**30:.2f} GiB); open with fewer tokens or pages. It said: {error}"
+                ) from error
+        return stores
 
     def _take_pages(self, needs: SequenceOf[int], who: str) -> list[list[int]]:
         """Take pages in every lane, all or nothing, evicting unreferenced prefix pages only if that suffices."""
@@ -403,12 +421,20 @@ class PagedCache:
                 self.prefix.evict(number, need - pool.free)
         return [pool.take(need) for pool, need in zip(self._pools, needs, strict=True)]
 
+    def _digests(self, sequence: Sequence, ids: SequenceOf[int] | None) -> list[bytes]:
+        """What a sequence's chain of digests grows by when tokens of these ids follow; nothing is changed."""
+        if not self.share_prefixes or sequence._ids is None or ids is None:
+            return []
+        chain = sequence._chain
+        rest = [*sequence._ids[len(chain) * self.layout.page_size :], *ids]
+        return self.prefix.digests(rest, sequence._pin, chain[-1] if chain else None)
+
     def _index(self, sequence: Sequence) -> None:
         """Make the pages at rest of a sequence whose token ids are known findable."""
         if not self.share_prefixes:
             return
-        if sequence._ids is not None:
-            self.prefix.extend(sequence._chain, sequence._ids, sequence._pin)
+        if sequence._offered_at != self.prefix.losses:  # some of what it offered may have been evicted
+            sequence._indexed, sequence._offered_at = 0, self.prefix.losses
         size = self.layout.page_size
         at_rest = len(sequence._chain)
         for tiers, sealed in zip(self._tiers, sequence._sealed, strict=True):
@@ -459,7 +485,7 @@ class PagedCache:
         dtype: torch.dtype | None,
     ) -> tuple[Tensor, Tensor]:
         if dtype is not None and dtype not in DTYPES.values():
-            raise InvalidArgument(f"dtype must be torch.float32, bfloat16 or float16, got {dtype!r}")
+            raise InvalidArgument(f"dtype must be torch.float32, bfloat16 or float16, got {show(dtype)}")
         tiers, lengths = self._tiers[group], [span.length for span in spans]
         members, wanted = self.layout.groups[group].layout, dtype or self.layout.dtype
         # A rotation is undone in float32, and rounded once.
@@ -514,18 +540,21 @@ def _supported(backend: Backend, layout: CacheLayout, lane: Lane) -> Support:
     return support
 
 
-def check_identity(identity: Mapping[str, str]) -> None:
-    """Refuse an identity that is not a mapping of model, adapter and rope to text."""
+def check_sharing(identity: Mapping[str, str] | None, share_prefixes: bool) -> None:
+    """Refuse an identity that is not a mapping of model, adapter and rope to text, and other than true or false."""
+    if not isinstance(share_prefixes, bool):
+        raise InvalidArgument(f"share_prefixes must be True or False, got {show(share_prefixes)}")
+    if identity is None:
+        return
     if not isinstance(identity, Mapping) or (set(identity) - {"model", "adapter", "rope"}):
-        raise InvalidArgument(f"identity is a mapping of model, adapter and rope to text, got {identity!r:.80}")
+        raise InvalidArgument(f"identity is a mapping of model, adapter and rope to text, got {show(identity)}")
     for name, text in identity.items():
         if not isinstance(text, str):
-            raise InvalidArgument(f"identity {name} must be text, got {text!r:.80}")
+            raise InvalidArgument(f"identity {name} must be text, got {show(text)}")
 
 
 def _fingerprint(layout: CacheLayout, scales: str, identity: Mapping[str, str]) -> str:
     """sha256 over everything that must agree before two caches may share or exchange a page."""
-    check_identity(identity)
     record = {
         "version": FINGERPRINT_VERSION,
         "page_size": layout.page_size,

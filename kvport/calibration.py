@@ -175,8 +175,8 @@ class _Side:
     def __init__(self, where: str, fmt: TensorFormat, heads: int, dim: int, *, keep: bool) -> None:
         self.where, self.format, self.dim, self.keep = where, fmt, dim, keep
         self.tokens = 0
-        self.low = torch.full((heads, dim), math.inf)
-        self.high = torch.full((heads, dim), -math.inf)
+        self.low = torch.full((heads, dim), math.inf, device="cpu")
+        self.high = torch.full((heads, dim), -math.inf, device="cpu")
         self.samples: list[Tensor] = []
 
     def add(self, x: Tensor) -> None:
@@ -297,7 +297,7 @@ class _Side:
         """Of all clips of the range, the one whose squared error over the samples is least; ties to the wider."""
         samples = torch.cat(self.samples)
         dead = self._extent(low, high) == 0
-        best_scale, best_zero = torch.as_tensor(first.scale), first.zero
+        best_scale, best_zero = torch.as_tensor(first.scale, device="cpu"), first.zero
         least = self._errors(samples, first)
         middle = torch.zeros_like(low) if self.format.symmetric else low / 2 + high / 2
         for clip in CLIPS[1:]:

@@ -22,7 +22,6 @@ format is symmetric and scales are taken as they are; kvport's encoder then leav
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -35,6 +34,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvport.errors import InvalidArgument, ScaleError, Unsupported
+from kvport.files import parse_json
 from kvport.formats import DTYPES, CacheFormat, TensorFormat
 from kvport.layout import CacheLayout, LayerSpec
 from kvport.model_config import ModelGeometry, read_model_config
@@ -180,8 +180,8 @@ class _Files:
         if not file.is_file():
             return None
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
-        except ValueError as error:
+            content = parse_json(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
             raise ScaleError(f"{file} cannot be read as JSON: {error}") from error
         if not isinstance(content, dict):
             raise ScaleError(f"{file} holds a {type(content).__name__}, not named fields")

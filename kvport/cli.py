@@ -69,4 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # "kvport ... | head": the reader has what it wanted
         sys.stderr.close()
         return 0
+    except OSError as error:
+        if error.filename is None:  # not about a file that was named
+            raise
+        print(f"kvport {args.command}: error: {error.filename}: {error.strerror}", file=sys.stderr)
+        return 1
     return status

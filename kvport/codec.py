@@ -378,8 +378,8 @@ def _unpack_table(fmt: TensorFormat, device: torch.device) -> Tensor:
     """(256, codes per byte) float32: what each byte decodes to. A look-up beats shifting on CPUs."""
     key = (fmt.code, fmt.symmetric, str(device))
     if key not in _tables:
-        byte = torch.arange(256).unsqueeze(-1)
-        fields = (byte >> (torch.arange(8 // fmt.bits) * fmt.bits)) & ((1 << fmt.bits) - 1)
+        byte = torch.arange(256, device="cpu").unsqueeze(-1)
+        fields = (byte >> (torch.arange(8 // fmt.bits, device="cpu") * fmt.bits)) & ((1 << fmt.bits) - 1)
         if fmt.kind != "int":
             values = codec_floats.E2M1_VALUES[fields]
         elif fmt.symmetric:

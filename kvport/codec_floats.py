@@ -18,7 +18,7 @@ E4M3_NAN = 0x7F
 NVFP4_RANGE = 6.0 * 448.0
 _POSITIVE = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0]
 #: Value of each 4-bit E2M1 code; the top bit is the sign.
-E2M1_VALUES = torch.tensor(_POSITIVE + [-v for v in _POSITIVE], dtype=torch.float32)
+E2M1_VALUES = torch.tensor(_POSITIVE + [-v for v in _POSITIVE], dtype=torch.float32, device="cpu")
 
 
 def encode_fp8(fmt: TensorFormat, x: Tensor) -> Tensor:

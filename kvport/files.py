@@ -1,10 +1,12 @@
-"""Writing a file whole or not at all."""
+"""Writing a file whole or not at all, and reading JSON that others wrote."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 
 def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
@@ -21,3 +23,11 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
         raise
+
+
+def parse_json(text: str) -> Any:
+    """The content of a JSON text. Raises ValueError for what is none, or is nested too deeply to be read."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None

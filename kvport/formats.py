@@ -37,6 +37,7 @@ from typing import Final, Literal
 
 import torch
 
+from kvport.arguments import read_number, show, whole_number
 from kvport.errors import FormatError
 
 IDENTITY_VERSION: Final = 1
@@ -117,14 +118,16 @@ class TensorFormat:
     sparse: int = 0
 
     def __post_init__(self) -> None:
-        if self.code not in CODES:
-            raise FormatError(f"unknown code {self.code!r}; known codes: {_listing(CODES)}")
-        if self.scale_dtype not in DTYPES:
-            raise FormatError(f"unknown scale dtype {self.scale_dtype!r}; allowed: {_listing(DTYPES)}")
-        for name, what in (("outliers", "channels"), ("sparse", "entries per page and KV head")):
-            count = getattr(self, name)
-            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-                raise FormatError(f"{name} must be a number of {what} >= 0, got {count!r}")
+        if not isinstance(self.code, str) or self.code not in CODES:
+            raise FormatError(f"unknown code {show(self.code)}; known codes: {_listing(CODES)}")
+        if not isinstance(self.scale_dtype, str) or self.scale_dtype not in DTYPES:
+            raise FormatError(f"unknown scale dtype {show(self.scale_dtype)}; allowed: {_listing(DTYPES)}")
+        whole_number("group", self.group, 0, error=FormatError)
+        whole_number("outliers (channels)", self.outliers, 0, error=FormatError)
+        whole_number("sparse (entries per page and KV head)", self.sparse, 0, error=FormatError)
+        for name in ("symmetric", "static"):
+            if not isinstance(getattr(self, name), bool):
+                raise FormatError(f"{name} must be True or False, got {show(getattr(self, name))}")
         if self.outliers and self.sparse:
             raise FormatError(
                 f"outliers={self.outliers} keeps whole channels apart and sparse={self.sparse} single numbers; a side "
@@ -142,7 +145,7 @@ class TensorFormat:
             self._settle_block()
             return
         if self.granularity not in ("token", "group", "channel_group", *STATIC_ONLY):
-            raise FormatError(f"unknown granularity {self.granularity!r} for {self.code}")
+            raise FormatError(f"unknown granularity {show(self.granularity)} for {self.code}")
         if (self.granularity in ("group", "channel_group")) != (self.group > 0):
             raise FormatError(
                 f"granularity {self.granularity!r} with group {self.group}: gN and cN need N >= 1, others none"
@@ -260,8 +263,9 @@ class TensorFormat:
         seen: set[str] = set()
         for option in options:
             kind = "granularity"
-            if re.fullmatch(r"[gc][1-9]\d*", option):
-                granularity, group = "group" if option[0] == "g" else "channel_group", int(option[1:])
+            if re.fullmatch(r"[gc][1-9][0-9]*", option):
+                granularity = "group" if option[0] == "g" else "channel_group"
+                group = _read_count(text, option[0], option[1:], "a group size")
             elif option in ("token", "tensor", "head", "channel"):
                 granularity = option  # type: ignore[assignment]
             elif option in ("sym", "asym"):
@@ -271,17 +275,17 @@ class TensorFormat:
             elif option.startswith("scale="):
                 kind = "scale"
                 scale_dtype = _DTYPE_ALIASES.get(option[6:], option[6:])
-            elif re.fullmatch(r"outliers=[1-9]\d*", option):
-                kind, outliers = "outliers", int(option[9:])
-            elif re.fullmatch(r"sparse=[1-9]\d*", option):
-                kind, sparse = "sparse", int(option[7:])
+            elif re.fullmatch(r"outliers=[1-9][0-9]*", option):
+                kind, outliers = "outliers", _read_count(text, "outliers=", option[9:], "a number of channels")
+            elif re.fullmatch(r"sparse=[1-9][0-9]*", option):
+                kind, sparse = "sparse", _read_count(text, "sparse=", option[7:], "a number of entries")
             else:
                 raise FormatError(
-                    f"unknown option {option!r} in format {text!r}; allowed after the code: token, gN, cN, tensor, "
-                    "head, channel, asym, static, scale=fp32|bf16|fp16, outliers=N, sparse=N"
+                    f"unknown option {show(option)} in format {show(text)}; allowed after the code: token, gN, cN, "
+                    "tensor, head, channel, asym, static, scale=fp32|bf16|fp16, outliers=N, sparse=N"
                 )
             if kind in seen:
-                raise FormatError(f"format {text!r} gives its {kind} twice")
+                raise FormatError(f"format {show(text)} gives its {kind} twice")
             seen.add(kind)
         return cls(code, granularity, group, symmetric, static, scale_dtype, outliers, sparse)
 
@@ -311,20 +315,27 @@ class CacheFormat:
     rotate: int | None = None
 
     def __post_init__(self) -> None:
+        for name in ("key", "value", "near", "rope"):
+            side = getattr(self, name)
+            if not isinstance(side, TensorFormat) and (side is not None or name in ("key", "value")):
+                raise FormatError(
+                    f"{name} must be a TensorFormat such as TensorFormat.parse('int8'), got {show(side)}; "
+                    "CacheFormat.parse reads a whole format string"
+                )
+        if self.rotate is not None:
+            whole_number("rotate, a seed where it is not None,", self.rotate, 0, 2**32 - 1, FormatError)
         if self.rope is not None and (self.key != self.value or self.rope.calibrated):
             raise FormatError(
                 "a latent format has one latent part for K and V, and a rope part without static scales or outliers"
             )
-        if self.rotate is not None and not (self.key.quantized and 0 <= self.rotate < 2**32):
-            raise FormatError(f"rotate={self.rotate} needs a quantized K and a seed in 0 .. 2**32 - 1")
+        if self.rotate is not None and not self.key.quantized:
+            raise FormatError(f"rotate={self.rotate} needs a quantized K, and {self.key} pages are not")
         if self.rotate is not None and self.key.outliers:
             raise FormatError(
                 f"rotate spreads K's outliers over all channels, and {self.key} keeps single channels apart; choose one"
             )
         for name in ("sink", "recent"):
-            count = getattr(self, name)
-            if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-                raise FormatError(f"{name} must be a number of tokens >= 0, got {count!r}")
+            whole_number(f"{name} (tokens)", getattr(self, name), 0, error=FormatError)
         if self.near is not None:
             if not self.tiered:
                 raise FormatError(f"a near format ({self.near}) needs sink= or recent= tokens to keep in it")
@@ -351,27 +362,27 @@ class CacheFormat:
             if not equals or ":" in name:
                 name, rest = "", part
             if name in sides or name in tiers or (name == "rotate" and rotate is not None):
-                raise FormatError(f"format {text!r} gives {name + '=' if name else 'its code'} twice")
+                raise FormatError(f"format {show(text)} gives {name + '=' if name else 'its code'} twice")
             if name in ("", "k", "v", "latent", "rope"):
                 sides[name] = TensorFormat.parse(rest)
             elif name in ("sink", "recent"):
                 count, colon, code = rest.partition(":")
-                tiers[name] = _read_count(text, name, count)
+                tiers[name] = _read_count(text, f"{name}=", count, "a number of tokens")
                 if colon and name == "sink":
                     raise FormatError(
-                        f"{part!r} in format {text!r}: the tier's own code is given once, as recent=N:CODE"
+                        f"{show(part)} in format {show(text)}: the tier's own code is given once, as recent=N:CODE"
                     )
                 near = TensorFormat.parse(code) if colon else near
             elif name == "rotate":
-                rotate = _read_count(text, name, rest)
+                rotate = _read_count(text, "rotate=", rest, "a seed")
             else:
                 raise FormatError(
-                    f"cannot read {part!r} in format {text!r}; write 'CODE...', 'k=CODE...,v=CODE...' or "
+                    f"cannot read {show(part)} in format {show(text)}; write 'CODE...', 'k=CODE...,v=CODE...' or "
                     "'latent=CODE...,rope=CODE...', then sink=N, recent=N, rotate=SEED"
                 )
         if set(sides) not in ({""}, {"k", "v"}, {"latent", "rope"}):
             raise FormatError(
-                f"format {text!r} needs one code for K and V, or both k= and v=, or both latent= and rope="
+                f"format {show(text)} needs one code for K and V, or both k= and v=, or both latent= and rope="
             )
         names = {"": ("", ""), "k": ("k", "v"), "latent": ("latent", "latent")}[next(iter(sorted(sides)))]
         key, value = (sides[name] for name in names)
@@ -429,10 +440,10 @@ class CacheFormat:
         return hashlib.sha256(self.identity().encode()).hexdigest()
 
 
-def _read_count(text: str, name: str, count: str) -> int:
-    if not re.fullmatch(r"\d+", count):
-        raise FormatError(f"{name}= in format {text!r} takes a number of tokens, got {count!r}")
-    return int(count)
+def _read_count(text: str, name: str, count: str, what: str) -> int:
+    if (number := read_number(count)) is None:
+        raise FormatError(f"{name} in format {show(text)} takes {what} in 0 .. 2**32 - 1, got {show(count)}")
+    return number
 
 
 def _record(fmt: TensorFormat) -> dict[str, object]:

@@ -24,6 +24,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from kvport.arguments import INT32_MAX, read_number, show
 from kvport.errors import ImageError, InvalidArgument
 from kvport.files import write_atomically
 
@@ -33,13 +34,10 @@ if TYPE_CHECKING:
 
 IMAGE_VERSION = 1
 
-#: Positions are 32-bit, see :class:`kvport.backend.StepArrays`.
-LONGEST = 2**31
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class PageImage:
-    """One sequence's pages.
+    """One sequence's pages, on the host. Two images are compared by :meth:`digests`.
 
     ``layers``: model layer -> plane name -> tensor ``(pages, *shape)``; planes of near pages (see
     :mod:`kvport.tiers`) are prefixed ``near.``. ``passed``: by layer group, leading pages that a sliding window had
@@ -55,8 +53,37 @@ class PageImage:
     layers: Mapping[int, Mapping[str, Tensor]]
     ids: tuple[int, ...] | None = None
 
+    def __post_init__(self) -> None:
+        """Refuse (:class:`ImageError`) fields of other types; whether they fit a cache is judged by its ``insert``."""
+        for name, kind in (("fingerprint", str), ("format", str), ("length", int), ("pin", int), ("layers", Mapping)):
+            if not isinstance(value := getattr(self, name), kind) or isinstance(value, bool):
+                raise ImageError(f"a page image's {name} must be of type {kind.__name__}, got {show(value)}")
+        for name in ("passed", "sealed", "ids"):
+            value = getattr(self, name)
+            if name == "ids" and value is None:
+                continue
+            if not isinstance(value, (tuple, list)) or not all(type(n) is int for n in value):
+                raise ImageError(f"a page image's {name} must be a tuple of integers, got {show(value)}")
+        for layer, planes in self.layers.items():
+            if type(layer) is not int or not isinstance(planes, Mapping):
+                raise ImageError(f"a page image's layers map numbers to planes, got {show(layer)}: {show(planes)}")
+            for plane, tensor in planes.items():
+                dense = isinstance(tensor, Tensor) and tensor.layout == torch.strided and tensor.device.type == "cpu"
+                if not isinstance(plane, str) or not dense:
+                    raise ImageError(
+                        f"layer {layer} of a page image: planes are named dense tensors on the CPU, got {show(plane)}: "
+                        f"{show(tensor)}"
+                    )
+
+    def __repr__(self) -> str:
+        return (
+            f"<PageImage {self.format}: {self.length} tokens, {len(self.layers)} layers, {self.nbytes} bytes, "
+            f"fingerprint {self.fingerprint[:12]}...>"
+        )
+
     @property
     def nbytes(self) -> int:
+        """Bytes of all arrays."""
         return sum(t.numel() * t.itemsize for planes in self.layers.values() for t in planes.values())
 
     def digests(self) -> dict[int, dict[str, str]]:
@@ -91,6 +118,8 @@ class PageImage:
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PageImage:
         """Read a file written by :meth:`save`. Raises :class:`ImageError` for anything but an intact image."""
+        if not isinstance(path, (str, os.PathLike)):
+            raise InvalidArgument(f"PageImage.load takes a path, got {show(path)}")
         try:
             with safe_open(os.fspath(path), framework="pt") as file:
                 metadata = file.metadata() or {}
@@ -110,15 +139,15 @@ class PageImage:
             layers: dict[int, dict[str, Tensor]] = {}
             for name, tensor in tensors.items():
                 layer, _, plane = name.partition(".")
-                layers.setdefault(int(layer), {})[plane] = tensor
+                layers.setdefault(_number(layer), {})[plane] = tensor
             ids = json.loads(metadata["ids"])
             image = cls(
                 fingerprint=metadata["fingerprint"],
                 format=metadata["format"],
-                length=int(metadata["length"]),
+                length=_number(metadata["length"]),
                 passed=_integers(json.loads(metadata["passed"])),
                 sealed=_integers(json.loads(metadata["sealed"])),
-                pin=int(metadata["pin"]),
+                pin=_number(metadata["pin"]),
                 layers=dict(sorted(layers.items())),
                 ids=None if ids is None else _integers(ids),
             )
@@ -174,6 +203,7 @@ def import_sequence(cache: PagedCache, image: PageImage) -> Sequence:
             "geometry, page size, dtype, model, adapter and RoPE must all agree"
         )
     blocks = _check_image(cache, image)
+    chain = cache.prefix.digests(image.ids, image.pin) if cache.share_prefixes and image.ids is not None else []
     taken = cache._take_pages([len(held) for held in blocks], "the image")
     try:
         for lane in _lanes(cache):
@@ -192,6 +222,7 @@ def import_sequence(cache: PagedCache, image: PageImage) -> Sequence:
     sequence._passed, sequence._sealed, sequence._pin = list(image.passed), list(image.sealed), image.pin
     sequence._length = image.length
     sequence._ids = None if image.ids is None else list(image.ids)
+    sequence._chain = chain
     cache._index(sequence)
     return sequence
 
@@ -223,7 +254,7 @@ def _check_image(cache: PagedCache, image: PageImage) -> list[list[int]]:
     The fingerprint fixes format and geometry; this catches an image whose arrays do not keep to it.
     """
     layout, size = cache.layout, cache.layout.page_size
-    if not 0 <= image.length < LONGEST or not len(image.passed) == len(image.sealed) == len(layout.groups):
+    if not 0 <= image.length <= INT32_MAX or not len(image.passed) == len(image.sealed) == len(layout.groups):
         raise ImageError(f"image of length {image.length} with {len(image.passed)} groups, needs {len(layout.groups)}")
     if image.ids is not None and len(image.ids) != image.length:
         raise ImageError(f"image has {len(image.ids)} token ids for {image.length} tokens")
@@ -231,6 +262,8 @@ def _check_image(cache: PagedCache, image: PageImage) -> list[list[int]]:
         raise ImageError("image has token ids beyond 64 bits")
     if set(image.layers) != set(cache._stored_layers):
         raise ImageError(f"image holds layers {sorted(image.layers)}, the cache stores {sorted(cache._stored_layers)}")
+    if not 0 <= image.pin <= (INT32_MAX if any(tiers.tiered for tiers in cache._tiers) else 0):
+        raise ImageError(f"image says pin {show(image.pin)}, which no sequence of this cache can have")
     blocks: list[list[int]] = [[] for _ in cache._lanes]
     wanted: dict[int, dict[str, tuple[tuple[int, ...], torch.dtype]]] = {layer: {} for layer in image.layers}
     for lane in _lanes(cache):
@@ -246,8 +279,8 @@ def _check_image(cache: PagedCache, image: PageImage) -> list[list[int]]:
             stored = sum(len(t) for n, t in image.layers[layer].items() if n.endswith(codes) and t.ndim)
             if stored != (claimed := -(-image.length // size) - passed):
                 raise ImageError(f"layer {layer} of the image has {stored} pages, {image.length} tokens need {claimed}")
-        if sealed % size or not 0 <= sealed <= (image.length if tiers.tiered else 0) or image.pin < 0:
-            raise ImageError(f"image says sealed {sealed}, pin {image.pin} for {image.length} tokens, which cannot be")
+        if sealed % size or not 0 <= sealed <= (image.length if tiers.tiered else 0):
+            raise ImageError(f"image says sealed {show(sealed)} for {image.length} tokens, which cannot be")
         head = tiers.head_pages(image.pin, size)
         for block in range(passed, -(-image.length // size)):
             far = head <= block < sealed // size if tiers.tiered else True
@@ -264,6 +297,13 @@ def _check_image(cache: PagedCache, image: PageImage) -> list[list[int]]:
         for layer in layout.groups[lane.group].layers:
             _check_sparse(layer, image.layers[layer], lane)
     return blocks
+
+
+def _number(text: str) -> int:
+    """A decimal number as :meth:`PageImage.save` writes one."""
+    if (number := read_number(text)) is None:
+        raise ValueError(f"not a number below 2**32: {show(text)}")
+    return number
 
 
 def _digest_part(plane: str) -> str:
@@ -288,7 +328,7 @@ def _check_sparse(layer: int, planes: Mapping[str, Tensor], lane: _ImageLane) ->
 def _integers(values: object) -> tuple[int, ...]:
     """A parsed JSON list of integers; nothing is rounded or converted."""
     if not isinstance(values, list) or not all(type(n) is int for n in values):
-        raise ValueError(f"not a list of integers: {values!r:.80}")
+        raise ValueError(f"not a list of integers: {show(values)}")
     return tuple(values)
 
 

@@ -125,7 +125,7 @@ def _stored_side(
         return StoredSide(layer, side, str(fmt), tokens, poisoned=lost)
     values = codec.unpack(fmt, flat)
     least, most = codec.code_range(fmt)
-    scale = torch.empty(0)
+    scale = torch.empty(0, device="cpu")
     if "scale" in parts:
         rows = parts["scale"].flatten(0, 1)
         scale = codec_stats.scale_values(fmt, rows if fmt.granularity == "channel_group" else rows[:tokens])

@@ -15,12 +15,16 @@ from typing import Final
 
 import torch
 
+from kvport.arguments import show, whole_number
 from kvport.errors import LayoutError
 from kvport.formats import CODES, DTYPES, CacheFormat, TensorFormat
 from kvport.rotation import rotation_size
 
 #: The one page size that every first-party backend takes in every phase.
 DEFAULT_PAGE_SIZE: Final = 128
+
+#: More layers than this are a mistake, which would show as an endless loop.
+MOST_LAYERS: Final = 2**16
 
 
 @dataclass(frozen=True)
@@ -108,13 +112,15 @@ class LayerSpec:
 
     def __post_init__(self) -> None:
         for name in ("kv_heads", "query_heads", "key_dim", "value_dim"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise LayoutError(f"{name} must be a positive integer, got {value!r}")
+            whole_number(name, getattr(self, name), 1, error=LayoutError)
         if self.query_heads % self.kv_heads:
             raise LayoutError(f"query_heads {self.query_heads} is not a multiple of kv_heads {self.kv_heads}")
-        if self.window is not None and (type(self.window) is not int or self.window < 1):
-            raise LayoutError(f"window must be a positive number of tokens or None, got {self.window!r}")
+        if self.window is not None:
+            whole_number("window, in tokens where it is not None,", self.window, 1, error=LayoutError)
+        if self.shares is not None:
+            whole_number("shares, a layer where it is not None,", self.shares, 0, error=LayoutError)
+        if not isinstance(self.latent, bool):
+            raise LayoutError(f"latent must be True or False, got {show(self.latent)}")
         if self.format is not None:
             object.__setattr__(self, "format", CacheFormat.parse(self.format))
         if self.latent and (self.kv_heads != 1 or self.key_dim <= self.value_dim):
@@ -144,10 +150,9 @@ class GroupLayout:
     latent: bool = False
 
     def __post_init__(self) -> None:
-        if not isinstance(self.page_size, int) or isinstance(self.page_size, bool) or self.page_size < 1:
-            raise LayoutError(f"page_size must be a positive number of tokens, got {self.page_size!r}")
+        whole_number("page_size (tokens)", self.page_size, 1, error=LayoutError)
         if self.dtype not in DTYPES.values():
-            raise LayoutError(f"dtype must be torch.float32, bfloat16 or float16, got {self.dtype}")
+            raise LayoutError(f"dtype must be torch.float32, bfloat16 or float16, got {show(self.dtype)}")
         if self.latent != (self.format.rope is not None):
             raise LayoutError(
                 f"format {self.format} and latent={self.latent} do not go together: latent layers take "
@@ -217,6 +222,10 @@ class CacheLayout:
     groups: tuple[Group, ...] = field(init=False)
 
     def __post_init__(self) -> None:
+        given: object = self.layers
+        if not isinstance(given, (tuple, list)) or not all(isinstance(spec, LayerSpec) for spec in given):
+            raise LayoutError(f"layers must be a tuple of LayerSpec, got {show(given)}")
+        object.__setattr__(self, "layers", tuple(given))  # a list is taken too
         if not self.layers:
             raise LayoutError("a cache needs at least one layer")
         object.__setattr__(self, "format", CacheFormat.parse(self.format))
@@ -239,8 +248,7 @@ class CacheLayout:
         dtype: torch.dtype = torch.float32,
     ) -> CacheLayout:
         """A layout of ``layers`` equal layers. ``query_heads`` defaults to ``kv_heads``, ``value_dim`` to head_dim."""
-        if not isinstance(layers, int) or isinstance(layers, bool) or layers < 1:
-            raise LayoutError(f"layers must be a positive integer, got {layers!r}")
+        whole_number("layers", layers, 1, MOST_LAYERS, LayoutError)
         spec = LayerSpec(
             kv_heads=kv_heads,
             query_heads=kv_heads if query_heads is None else query_heads,
@@ -273,7 +281,7 @@ class CacheLayout:
     def locate(self, layer: int) -> tuple[int, int]:
         """(group index, layer index inside the group) that hold the K/V of model layer ``layer``."""
         if type(layer) is not int or not 0 <= layer < len(self.layers):
-            raise LayoutError(f"layer {layer!r} is not one of the cache's layers 0 .. {len(self.layers) - 1}")
+            raise LayoutError(f"layer {show(layer)} is not one of the cache's layers 0 .. {len(self.layers) - 1}")
         owner = self.layers[layer].shares
         owner = layer if owner is None else owner
         for index, group in enumerate(self.groups):
@@ -285,7 +293,7 @@ class CacheLayout:
 def _check_sharing(layers: tuple[LayerSpec, ...], index: int, spec: LayerSpec) -> None:
     if spec.shares is None:
         return
-    if not 0 <= spec.shares < index or layers[spec.shares].shares is not None:
+    if spec.shares >= index or layers[spec.shares].shares is not None:
         raise LayoutError(
             f"layer {index} shares layer {spec.shares}; it must name an earlier layer that stores its own K/V"
         )

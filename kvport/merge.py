@@ -17,8 +17,10 @@ def merge(partials: Sequence[tuple[Tensor, Tensor]], sinks: Tensor | None = None
     """
     parts = [lse for _, lse in partials]
     if sinks is not None:
+        # As in a single pass, where inf - inf makes a row NaN: a sink that cannot be is not to pass for a large one.
+        sinks = sinks.to(parts[0]).masked_fill(sinks == torch.inf, torch.nan)
         saw_nothing = torch.stack(parts).amax(0) == -torch.inf
-        parts.append(sinks.to(parts[0]).expand_as(parts[0]).masked_fill(saw_nothing, -torch.inf))
+        parts.append(sinks.expand_as(parts[0]).masked_fill(saw_nothing, -torch.inf))
     stacked = torch.stack(parts)
     lse = torch.logsumexp(stacked, 0)
     # A row that saw nothing has LSE -inf, and its weights would be exp(-inf - -inf).

@@ -11,7 +11,6 @@ Sources of the rules: the configuration classes of transformers 5.24, file ``con
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -21,9 +20,11 @@ from typing import Any, Final
 
 import torch
 
+from kvport.arguments import INT32_MAX, show
 from kvport.errors import LayoutError, Unsupported
+from kvport.files import parse_json
 from kvport.formats import DTYPES, CacheFormat
-from kvport.layout import DEFAULT_PAGE_SIZE, CacheLayout, LayerSpec
+from kvport.layout import DEFAULT_PAGE_SIZE, MOST_LAYERS, CacheLayout, LayerSpec
 
 Config = Mapping[str, Any]
 
@@ -143,6 +144,16 @@ def read_model_config(source: str | os.PathLike[str] | Config, *, windows: bool 
     not K and V by position.
     """
     top = _load(source)
+    try:
+        return _read(top, windows)
+    except LayoutError:
+        raise
+    except (TypeError, ValueError, AttributeError, LookupError, OverflowError, RecursionError) as error:
+        # A list where a number belongs, say: there are more ways to be malformed than rules to read.
+        raise LayoutError(f"a field of the config is of another kind than its model's code reads: {error}") from error
+
+
+def _read(top: Config, windows: bool) -> ModelGeometry:
     config = _text_config(top)
     model = str(config.get("model_type") or top.get("model_type") or "")
     _refuse_foreign(model, top, config)
@@ -166,7 +177,7 @@ def _load(source: str | os.PathLike[str] | Config) -> Config:
     if path.is_dir():
         path = path / "config.json"
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise LayoutError(f"there is no {path}; give a Hugging Face config.json or the folder that holds it") from None
     except (OSError, ValueError) as error:
@@ -206,7 +217,10 @@ def _layer_count(config: Config, model: str) -> int:
     for field in ("layer_types", "layers_block_type", "hybrid_override_pattern"):
         if config.get(field) and not any(config.get(name) for name in _LAYERS):
             return len(config[field])
-    return _count(config, *_LAYERS, model=model) * (2 if model in _TWICE else 1)
+    count = _count(config, *_LAYERS, model=model) * (2 if model in _TWICE else 1)
+    if count > MOST_LAYERS:
+        raise LayoutError(f"the config says {count} layers; more than {MOST_LAYERS} cannot be meant")
+    return count
 
 
 def _kinds(config: Config, model: str, count: int) -> list[str]:
@@ -441,8 +455,10 @@ def _count(config: Config, *fields: str, model: str, layer: int | None = None, l
             if layer >= len(value):
                 raise LayoutError(f"{field} of the config lists {len(value)} layers and has none for layer {layer}")
             value = value[layer]
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise LayoutError(f"{field} of the config is {value!r}; it must be a whole number >= {least}")
+        if type(value) is not int or not least <= value <= INT32_MAX:
+            raise LayoutError(
+                f"{field} of the config is {show(value)}; it must be a whole number >= {least}, and below 2**31"
+            )
         return value
     names = fields[0] if len(fields) == 1 else f"{fields[0]} (or {', '.join(fields[1:])})"
     raise LayoutError(f"the config of {model or 'this model'} has no {names}, which says how large its K and V are")

@@ -7,7 +7,8 @@ from collections.abc import Sequence as SequenceOf
 
 import torch
 
-from kvport.cache import PagedCache, check_identity
+from kvport.arguments import whole_number
+from kvport.cache import PagedCache, check_sharing
 from kvport.errors import InvalidArgument
 from kvport.formats import CacheFormat
 from kvport.layout import DEFAULT_PAGE_SIZE, CacheLayout
@@ -91,8 +92,7 @@ def open(
         raise InvalidArgument(f"layout must be a CacheLayout, got {type(layout).__name__}")
     # All that can be judged without a backend is, so that a wrong argument is reported on any machine.
     counts = _page_counts(layout, tokens, pages)
-    if identity is not None:
-        check_identity(identity)
+    check_sharing(identity, share_prefixes)
     resolve_scales(layout, scales)
     from kvport.registry import load_backend  # plugins are looked up when a cache is opened, not at import
 
@@ -111,14 +111,12 @@ def _page_counts(layout: CacheLayout, tokens: int | None, pages: int | SequenceO
         raise InvalidArgument("open needs exactly one of tokens= (capacity in tokens) and pages= (page count)")
     lanes, _ = make_lanes(layout)
     if tokens is not None:
-        if not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1:
-            raise InvalidArgument(f"tokens must be a positive integer, got {tokens!r}")
+        whole_number("tokens", tokens, 1)
         return [lane.layout.pages_for(tokens) + 1 for lane in lanes]
     several = isinstance(pages, SequenceOf) and not isinstance(pages, str)
     counts: list[int] = list(pages) if several else [pages] * len(lanes)  # type: ignore[arg-type, list-item]
     if len(counts) != len(lanes):
         raise InvalidArgument(f"pages gives {len(counts)} counts, the layout has {len(lanes)} pools of pages")
     for count in counts:
-        if not isinstance(count, int) or isinstance(count, bool) or count < 2:
-            raise InvalidArgument(f"pages must be integers >= 2 (one is the spare), got {count!r}")
+        whole_number("pages (of a pool, one of them the spare)", count, 2)
     return counts

@@ -24,6 +24,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal
 
+from kvport.arguments import whole_number
 from kvport.backend import Backend
 from kvport.errors import InvalidArgument
 from kvport.formats import CacheFormat, TensorFormat
@@ -270,10 +271,9 @@ def plan(
     Raises :class:`LayoutError` where the format does not fit the model.
     """
     for name, value, least in (("tokens", tokens, 1), ("requests", requests, 1), ("chunk", chunk, 1), ("pin", pin, 0)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < least:
-            raise InvalidArgument(f"{name} must be a whole number >= {least}, got {value!r}")
-    if memory is not None and memory < 0:
-        raise InvalidArgument(f"memory must be a number of bytes >= 0, got {memory!r}")
+        whole_number(name, value, least)
+    if memory is not None:
+        whole_number("memory (bytes)", memory, 0, 2**63 - 1)
     if isinstance(model, CacheLayout):
         if format is not None or page_size is not None:
             raise InvalidArgument("a CacheLayout says format and page size itself; give one or the other")

@@ -6,7 +6,12 @@ never agree on a digest. The index holds one reference to each of its pages. A p
 evictable; eviction takes the least recently used first, and happens only when a step would otherwise run out of pages
 and only if it suffices.
 
-Only pages at rest are indexed: with tiers, those that are sealed or stay near for good.
+Only pages at rest are indexed: with tiers, those that are sealed or stay near for good. What was evicted while a
+sequence still holds it is offered again at that sequence's next commit; :attr:`PrefixIndex.losses` says that there is
+something to offer.
+
+An entry holds a page in every group without a window, else it could not be used; entries that hold nothing at all are
+deleted, so that the index is never larger than the pools.
 """
 
 from __future__ import annotations
@@ -43,7 +48,7 @@ class Match:
 
 @dataclass
 class _Entry:
-    parent: bytes
+    parent: bytes  # kept, as children are, where a group has no window: its pages are of no use without their parents
     pages: list[int]  # by lane; 0 where the block is not in that lane, or its page was passed or evicted
     children: set[bytes]
 
@@ -53,10 +58,13 @@ class PrefixIndex:
 
     def __init__(self, fingerprint: str, page_size: int, pools: Sequence[PagePool], lanes: Sequence[Lane]) -> None:
         self.stats = PrefixStats()
+        self.losses = 0
+        """Pages that were taken out of the index since open."""
         self._fingerprint = bytes.fromhex(fingerprint)
         self._page_size = page_size
         self._pools = pools
         self._windows = {lane.group: lane.layout.window for lane in lanes}
+        self._whole = [group for group, window in self._windows.items() if window is None]
         self._lanes = {group: [n for n, lane in enumerate(lanes) if lane.group == group] for group in self._windows}
         self._group = [lane.group for lane in lanes]
         self._entries: OrderedDict[bytes, _Entry] = OrderedDict()  # least recently used first
@@ -64,33 +72,32 @@ class PrefixIndex:
     def __len__(self) -> int:
         return len(self._entries)
 
-    def extend(self, chain: list[bytes], ids: Sequence[int], pin: int = 0) -> None:
-        """Append to ``chain`` the digests of the full blocks of ``ids`` that it does not cover yet."""
+    def digests(self, ids: Sequence[int], pin: int = 0, after: bytes | None = None) -> list[bytes]:
+        """The digests of the full blocks of ``ids``, which follow the block of digest ``after`` (None: nothing)."""
         size = self._page_size
-        root = hashlib.sha256(self._fingerprint + pin.to_bytes(8, "little")).digest()
-        for block in range(len(chain), len(ids) // size):
+        last = hashlib.sha256(self._fingerprint + pin.to_bytes(8, "little")).digest() if after is None else after
+        found = []
+        for block in range(len(ids) // size):
             tokens = array("q", ids[block * size : (block + 1) * size]).tobytes()
-            chain.append(hashlib.sha256((chain[-1] if chain else root) + tokens).digest())
+            last = hashlib.sha256(last + tokens).digest()
+            found.append(last)
+        return found
 
     def match(self, ids: Sequence[int], limit: int, pin: int = 0) -> Match:
         """The longest stored prefix of ``ids``, of at most ``limit`` tokens. The caller retains the pages.
 
         A window group needs only the pages that the next token's window touches; earlier ones are passed.
         """
-        chain: list[bytes] = []
-        self.extend(chain, ids[:limit], pin)
-        found: list[_Entry] = []
-        for digest in chain:
-            entry = self._entries.get(digest)
-            if entry is None or not all(w is not None or self._held(entry, g) for g, w in self._windows.items()):
-                break
-            found.append(entry)
+        chain = self.digests(ids[:limit], pin)
+        found = [self._entries.get(digest) for digest in chain]
+        if self._whole and None in found:
+            del found[found.index(None) :]
         while found and not self._windows_held(found):
             found.pop()
         count = len(found)
         passed = [self._passed(group, count) for group in self._windows]
         pages = [
-            [entry.pages[lane] if block >= passed[group] else 0 for block, entry in enumerate(found)]
+            [entry.pages[lane] if entry and block >= passed[group] else 0 for block, entry in enumerate(found)]
             for lane, group in enumerate(self._group)
         ]
         self._touch(chain[:count])
@@ -100,15 +107,15 @@ class PrefixIndex:
         return Match(chain[:count], pages, passed)
 
     def insert(self, chain: Sequence[bytes], pages: Sequence[Sequence[int]], first: int, last: int) -> None:
-        """Index blocks first .. last-1 of a chain, whose pages are ``pages[lane][block]``."""
+        """Index blocks first .. last-1 of a chain, whose pages are ``pages[lane][block]``; those before are indexed."""
         for block in range(first, last):
-            parent = chain[block - 1] if block else b""
-            if block and parent not in self._entries:
-                return  # its parent was evicted: the block could never be found
             entry = self._entries.get(chain[block])
             if entry is None:
+                if not any(held[block] for held in pages):
+                    continue  # passed by the window of every group
+                parent = chain[block - 1] if block and self._whole else b""
                 entry = self._entries[chain[block]] = _Entry(parent, [0] * len(self._pools), set())
-                if block:
+                if parent:
                     self._entries[parent].children.add(chain[block])
             for lane, group in enumerate(self._group):
                 page = pages[lane][block]
@@ -137,9 +144,16 @@ class PrefixIndex:
                 self._drop(digest)  # without it, its descendants cannot be reached
             else:
                 self._release(entry, lane)
+                if not any(entry.pages):
+                    self._drop(digest)
 
     def clear(self) -> None:
-        """Forget everything; pages that sequences hold stay theirs."""
+        """Forget everything; pages that sequences hold stay theirs.
+
+        Like an eviction, this forgets what the index holds, not what sequences know: at its next commit a live
+        sequence offers its pages anew. To have something never found again, free its sequences first. (K and V of
+        other weights belong in a cache of another ``identity``.)
+        """
         for digest in list(self._entries):
             if digest in self._entries:
                 self._drop(digest)
@@ -169,6 +183,7 @@ class PrefixIndex:
         if page := entry.pages[lane]:
             self._pools[lane].release([page])
             entry.pages[lane] = 0
+            self.losses += 1
             self.stats.evicted_pages += 1
 
     def _held(self, entry: _Entry, group: int) -> bool:
@@ -179,7 +194,10 @@ class PrefixIndex:
         window = self._windows[group]
         return 0 if window is None else max(0, count * self._page_size - window + 1) // self._page_size
 
-    def _windows_held(self, found: list[_Entry]) -> bool:
+    def _windows_held(self, found: Sequence[_Entry | None]) -> bool:
         return all(
-            self._held(entry, group) for group in self._windows for entry in found[self._passed(group, len(found)) :]
+            entry is not None and self._held(entry, group)
+            for group, window in self._windows.items()
+            if window is not None
+            for entry in found[self._passed(group, len(found)) :]
         )

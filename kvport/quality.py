@@ -111,7 +111,7 @@ def layer_error(
         cosines.append(_cosine(exact[1], lossy[1]))
         logs, other = exact[0], lossy[0]
         seen = logs > -math.inf
-        terms = torch.where(seen, logs.exp() * (logs - other), torch.zeros(()))
+        terms = torch.where(seen, logs.exp() * (logs - other), torch.zeros((), device=logs.device))
         divergences.append(terms.sum(-1, dtype=torch.float64))
     cosine, divergence = torch.cat(cosines), torch.cat(divergences)
     found = LayerError(
@@ -169,7 +169,8 @@ def _attend(
 ) -> tuple[Tensor, Tensor]:
     """Log probabilities ``(tokens, tokens)`` and outputs ``(tokens, dim)`` of one head, causal."""
     scores = query @ key.T * (query.shape[-1] ** -0.5 if scale is None else scale)
-    row, column = torch.arange(len(query)).unsqueeze(1), torch.arange(len(key))
+    row, column = (torch.arange(len(rows), device=rows.device) for rows in (query, key))
+    row = row.unsqueeze(1)
     hidden = column > row
     if window is not None:
         hidden |= column <= row - window

@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvport.errors import KVPortError, ScaleError
-from kvport.files import write_atomically
+from kvport.files import parse_json, write_atomically
 from kvport.formats import CacheFormat, TensorFormat
 from kvport.layout import CacheLayout
 from kvport.scales import LayerScales, ScaleSource, SideScales
@@ -120,7 +120,7 @@ class Recipe(ScaleSource):
         if made.scale_dtype == fmt.scale_dtype or scales is None:
             return
         for part in (scales.scale, scales.zero):
-            given = None if part is None else torch.as_tensor(part, dtype=torch.float32)
+            given = None if part is None else torch.as_tensor(part, dtype=torch.float32, device="cpu")
             if given is not None and not bool((given.to(fmt.scale_torch_dtype).float() == given).all()):
                 raise ScaleError(
                     f"layer {layer} {side}: the recipe was made for {made}, and its numbers are not exact in the "
@@ -147,13 +147,13 @@ class Recipe(ScaleSource):
                 given: SideScales | None = getattr(scales, side)
                 for part in _PARTS:
                     if given is not None and getattr(given, part) is not None:
-                        tensor = torch.as_tensor(getattr(given, part), dtype=torch.float32)
+                        tensor = torch.as_tensor(getattr(given, part), dtype=torch.float32, device="cpu")
                         # A copy: safetensors refuses a tensor that several layers share.
                         found[f"{layer}.{side}.{part}"] = tensor.detach().cpu().clone().contiguous()
                 channels = getattr(scales, f"{side}_channels")
                 if channels is not None:
                     found[f"{layer}.{side}.channels"] = (
-                        torch.as_tensor(channels).detach().to("cpu", torch.int64, copy=True)
+                        torch.as_tensor(channels, device="cpu").detach().to("cpu", torch.int64, copy=True)
                     )
         return found
 
@@ -174,7 +174,7 @@ def load_recipe(path: str | os.PathLike[str]) -> Recipe:
             f"{RECIPE_VERSION}. For scales in a model's checkpoint use kvport.checkpoints.import_scales"
         )
     try:
-        formats = {int(layer): str(fmt) for layer, fmt in json.loads(metadata["formats"]).items()}
+        formats = {int(layer): str(fmt) for layer, fmt in parse_json(metadata["formats"]).items()}
         layers: dict[int, dict[str, dict[str, Tensor]]] = {layer: {} for layer in formats}
         channels: dict[int, dict[str, Tensor]] = {layer: {} for layer in formats}
         for name, tensor in tensors.items():
@@ -194,8 +194,8 @@ def load_recipe(path: str | os.PathLike[str]) -> Recipe:
             )
             for layer, sides in sorted(layers.items())
         }
-        provenance = {str(key): str(value) for key, value in json.loads(metadata["provenance"]).items()}
-        notes = tuple(str(note) for note in json.loads(metadata["notes"]))
+        provenance = {str(key): str(value) for key, value in parse_json(metadata["provenance"]).items()}
+        notes = tuple(str(note) for note in parse_json(metadata["notes"]))
         for fmt in set(formats.values()):
             CacheFormat.parse(fmt)
         recorded = metadata["digest"]

@@ -139,8 +139,8 @@ def _resolve_channels(where: str, fmt: TensorFormat, heads: int, dim: int, given
             "give them in scales="
         )
     try:
-        channels = torch.as_tensor(given).detach().cpu()
-    except (TypeError, ValueError, RuntimeError) as error:
+        channels = torch.as_tensor(given, device="cpu").detach()
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ScaleError(f"{where}: cannot read the outlier channels as numbers: {error}") from error
     if channels.dtype.is_floating_point or channels.dtype.is_complex or channels.dtype == torch.bool:
         raise ScaleError(f"{where}: outlier channels are integers, not {channels.dtype}")
@@ -192,8 +192,8 @@ def _resolve_side(where: str, fmt: TensorFormat, heads: int, dim: int, given: Si
 def _read(where: str, part: str, given: object, shape: tuple[int, ...], fmt: TensorFormat) -> Tensor:
     try:
         # A copy: whoever keeps the given tensor must not be able to change the scale under the codes.
-        tensor = torch.as_tensor(given).detach().to("cpu", torch.float32, copy=True)
-    except (TypeError, ValueError, RuntimeError) as error:
+        tensor = torch.as_tensor(given, device="cpu").detach().to(torch.float32, copy=True)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise ScaleError(f"{where}: cannot read the {part} as numbers: {error}") from error
     if shape == () and tensor.numel() == 1:
         tensor = tensor.reshape(())

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as SequenceOf
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Literal, NoReturn
 
-from kvport.errors import SequenceError, StepError, Unsupported
+from kvport.arguments import INT32_MAX, show
+from kvport.errors import LayoutError, SequenceError, StepError, Unsupported
 
 if TYPE_CHECKING:
     from kvport.cache import PagedCache
@@ -32,7 +33,8 @@ class Sequence:
         self._pin = 0
         self._ids: list[int] | None = []  # None once tokens were appended without ids
         self._chain: list[bytes] = []  # digests of the full blocks of _ids
-        self._indexed = 0  # blocks of _chain that were offered to the prefix index
+        self._indexed = 0  # blocks of _chain that were offered to the prefix index,
+        self._offered_at = 0  # when it had lost so many pages
 
     @property
     def length(self) -> int:
@@ -49,12 +51,16 @@ class Sequence:
 
         A format without tiers has all its pages in ``far``, which is then ``near`` too.
         """
-        tiers = self._cache._tiers[group]
+        self._held("read the pages of")
+        if tier not in ("far", "near"):
+            raise SequenceError(f"tier must be 'far' or 'near', got {show(tier)}")
+        tiers = self._cache._tiers[self._group(group)]
         return tuple(self._pages[tiers.far if tier == "far" else tiers.near])
 
     def sealed_length(self, group: int = 0) -> int:
         """Positions of a group that are at rest in the format's own codes (0 without tiers, see kvport.tiers)."""
-        return self._sealed[group]
+        self._held("read the sealed length of")
+        return self._sealed[self._group(group)]
 
     def pin(self, length: int) -> None:
         """Keep the first ``length`` tokens (a system prompt) in higher precision, in whole pages, for good.
@@ -63,14 +69,7 @@ class Sequence:
         tiers.
         """
         self._usable("pin")
-        if not isinstance(length, int) or isinstance(length, bool) or not self._pin <= length < 2**31:
-            raise SequenceError(
-                f"pin({length!r}): give a number of tokens >= {self._pin}, what is pinned already, and below 2**31"
-            )
-        if not any(tiers.tiered for tiers in self._cache._tiers):
-            raise Unsupported(
-                f"format {self._cache.layout.format} has no higher precision to pin tokens in; add recent=N or sink=N"
-            )
+        check_pin(self._cache, length, self._pin)
         size = self._cache.layout.page_size
         for tiers, sealed in zip(self._cache._tiers, self._sealed, strict=True):
             head, wanted = tiers.head_pages(self._pin, size), tiers.head_pages(length, size)
@@ -92,7 +91,7 @@ class Sequence:
         child._passed, child._sealed, child._pin = list(self._passed), list(self._sealed), self._pin
         child._length = self._length
         child._ids = None if self._ids is None else list(self._ids)
-        child._chain, child._indexed = list(self._chain), self._indexed
+        child._chain, child._indexed, child._offered_at = list(self._chain), self._indexed, self._offered_at
         return child
 
     def truncate(self, length: int) -> None:
@@ -105,7 +104,7 @@ class Sequence:
         self._usable("truncate")
         if not isinstance(length, int) or isinstance(length, bool) or not 0 <= length <= self._length:
             raise SequenceError(
-                f"truncate({length!r}): the sequence has {self._length} tokens; give 0 .. {self._length}"
+                f"truncate({show(length)}): the sequence has {self._length} tokens; give 0 .. {self._length}"
             )
         for group, passed in zip(self._cache.layout.groups, self._passed, strict=True):
             window, size = group.layout.window, group.layout.page_size
@@ -150,15 +149,31 @@ class Sequence:
     ) -> None:
         self.free()
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """copy, deepcopy and pickle would make a second owner that its pages do not know of."""
+        raise SequenceError(
+            f"{self!r} cannot be copied or pickled: fork() makes a second one in this cache, cache.export(sequence) a "
+            "page image that can be kept and inserted elsewhere"
+        )
+
     def __repr__(self) -> str:
         return f"<Sequence {self.number}: {self._length} tokens{'' if self._alive else ', freed'}>"
 
     def _usable(self, action: str) -> None:
+        self._held(action)
+        if self._cache._step is not None:
+            raise StepError(f"cannot {action} {self!r} inside a step; leave the step first")
+
+    def _held(self, action: str) -> None:
         self._cache._open("use a sequence of")
         if not self._alive:
             raise SequenceError(f"cannot {action} {self!r}: it was freed")
-        if self._cache._step is not None:
-            raise StepError(f"cannot {action} {self!r} inside a step; leave the step first")
+
+    def _group(self, group: int) -> int:
+        groups = len(self._passed)
+        if type(group) is not int or not 0 <= group < groups:
+            raise LayoutError(f"group {show(group)} is not one of the cache's groups of layers 0 .. {groups - 1}")
+        return group
 
     def _known_ids(self, ids: SequenceOf[int] | None) -> None:
         """Record the ids of tokens just committed, or that they are unknown."""
@@ -166,3 +181,16 @@ class Sequence:
             self._ids = None
         else:
             self._ids.extend(ids)
+
+
+def check_pin(cache: PagedCache, length: object, least: int = 0) -> None:
+    """Refuse what cannot be pinned in this cache, whatever the sequence."""
+    if type(length) is not int or not least <= length <= INT32_MAX:
+        raise SequenceError(
+            f"pin({show(length)}): give a number of tokens >= {least}"
+            f"{', what is pinned already,' if least else ''} and below 2**31"
+        )
+    if not any(tiers.tiered for tiers in cache._tiers):
+        raise Unsupported(
+            f"format {cache.layout.format} has no higher precision to pin tokens in; add recent=N or sink=N"
+        )

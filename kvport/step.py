@@ -14,13 +14,14 @@ from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from types import TracebackType
-from typing import TYPE_CHECKING, Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple, NoReturn
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from kvport.arguments import INT32_MAX, show, whole_number
 from kvport.attention import Read, attend_sequence
 from kvport.backend import Plan, StepArrays
 from kvport.errors import IncompleteStep, InvalidArgument, SequenceError, StepError, Unsupported
@@ -67,8 +68,8 @@ class Step:
     def __init__(
         self, cache: PagedCache, tokens: Mapping[Sequence, int | SequenceOf[int]], fresh: Fresh = "stored"
     ) -> None:
-        if fresh not in ("stored", "exact"):
-            raise InvalidArgument(f"fresh must be 'stored' or 'exact', got {fresh!r}")
+        if not isinstance(fresh, str) or fresh not in ("stored", "exact"):
+            raise InvalidArgument(f"fresh must be 'stored' or 'exact', got {show(fresh)}")
         self._cache = cache
         if fresh == "exact":  # the history and the step's own tokens are merged by their LSE
             for group in range(len(cache._tiers)):
@@ -259,7 +260,9 @@ class Step:
             store = self._cache._stores[self._cache._tiers[group].near]
             self._cache.backend.append(store, local, key, value, self._groups[group].slots)
         if self.fresh == "exact":
-            self._exact[layer] = (key, key[..., : spec.value_dim] if value is None else value)
+            # Copies: the caller may write the next layer's K and V over these before attend. A rotation made one.
+            key = key.clone() if fmt.rotate is None else key
+            self._exact[layer] = (key, key[..., : spec.value_dim] if value is None else value.clone())
         self._appended.add(layer)
 
     def attend(
@@ -275,19 +278,18 @@ class Step:
 
         ``query`` ``(tokens, query_heads, key_dim)``. ``scale`` defaults to 1/sqrt(key_dim). ``softcap`` c turns a
         score s into c * tanh(s / c). ``sinks`` ``(query_heads,)`` are learned sink logits. The layer must have been
-        appended in this step.
+        appended in this step. A sink of -inf is none; one of NaN or +inf makes its own head's rows NaN and no other.
         """
         spec, group, local = self._locate(layer)
         owner = layer if spec.shares is None else spec.shares
         if owner not in self._appended:
             raise StepError(f"layer {owner} must be appended in this step before layer {layer} attends")
         self._check_tensor("query", query, (self.tokens, spec.query_heads, spec.key_dim))
-        if scale is None:
-            scale = 1.0 / math.sqrt(spec.key_dim)
-        elif not _is_finite(scale):
-            raise InvalidArgument(f"scale must be a finite number, got {scale!r}")
-        if softcap is not None and not (_is_finite(softcap) and softcap > 0):
-            raise InvalidArgument(f"softcap must be a positive finite number or None, got {softcap!r}")
+        scale = 1.0 / math.sqrt(spec.key_dim) if scale is None else _float32("scale must be a finite number", scale)
+        if softcap is not None:
+            softcap = _float32(wanted := "softcap must be a positive finite number or None", softcap)
+            if softcap < torch.finfo(torch.float32).smallest_normal:
+                raise InvalidArgument(f"{wanted}, in float32's normal range, got {softcap!r}")
         if sinks is not None:
             self._check_tensor("sinks", sinks, (spec.query_heads,))
         self._check_features(
@@ -384,6 +386,14 @@ class Step:
                 "rolled back"
             )
         cache = self._cache
+        try:  # all that can fail comes first
+            grown = [
+                cache._digests(sequence, ids if count else ())
+                for sequence, count, ids in zip(self._sequences, self._counts, self._ids, strict=True)
+            ]
+        except BaseException:
+            self.rollback()
+            raise
         for s, sequence in enumerate(self._sequences):
             for lane, pages in enumerate(self._pages):
                 sequence._pages[lane] = pages[s]
@@ -397,10 +407,11 @@ class Step:
             cache._remember_seal(group, near, far)
         for group, members in enumerate(cache.layout.groups):
             self._free_passed(group, members.layout)
-        for sequence, count, ids in zip(self._sequences, self._counts, self._ids, strict=True):
+        for sequence, count, ids, digests in zip(self._sequences, self._counts, self._ids, grown, strict=True):
             sequence._length += count
             if count:
                 sequence._known_ids(ids)
+            sequence._chain += digests
             cache._index(sequence)
         self._close()
 
@@ -434,6 +445,10 @@ class Step:
         self._open = False
         self._cache._step = None
 
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """copy, deepcopy and pickle: a transaction has one owner."""
+        raise StepError("a step cannot be copied or pickled; end it and begin another with cache.step(...)")
+
     def __enter__(self) -> Step:
         self._check_open()
         return self
@@ -462,6 +477,9 @@ class Step:
     def _check_tensor(self, name: str, tensor: Tensor | None, shape: tuple[int, ...]) -> None:
         if not isinstance(tensor, Tensor):
             raise InvalidArgument(f"{name} must be a torch tensor, got {type(tensor).__name__}")
+        if tensor.layout != torch.strided or tensor.is_nested:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise InvalidArgument(f"{name} is a {kind} tensor; give a dense one of shape {shape} (.to_dense())")
         if tuple(tensor.shape) != shape:
             raise InvalidArgument(f"{name} has shape {tuple(tensor.shape)}, this layer and step need {shape}")
         if tensor.dtype not in DTYPES.values():
@@ -502,9 +520,8 @@ def _read_tokens(
         if not sequence.alive:
             raise SequenceError(f"{sequence!r} takes no tokens any more")
         if isinstance(given, int) and not isinstance(given, bool):
-            if given < 0:
-                raise InvalidArgument(f"{sequence!r}: the number of new tokens must be >= 0, got {given}")
-            counts.append(given)
+            most = INT32_MAX - sequence.length  # positions are 32-bit
+            counts.append(whole_number(f"the number of new tokens of {sequence!r}", int(given), 0, most))
             ids.append(None)
         else:
             ids.append(read_ids(given))
@@ -512,16 +529,22 @@ def _read_tokens(
     return list(tokens), counts, ids
 
 
-def _is_finite(value: float) -> bool:
+def _float32(wanted: str, value: object) -> float:
+    """A finite number that float32 can hold; for anything else :class:`InvalidArgument`, which says what is wanted."""
     try:
-        return math.isfinite(value)
-    except (TypeError, ValueError, RuntimeError):  # not a number, or a tensor of many
-        return False
+        number = math.nan if isinstance(value, (bool, str, bytes)) else float(value)  # type: ignore[arg-type]
+    except (TypeError, ValueError, RuntimeError, OverflowError):  # no number, a tensor of many, 10**400
+        number = math.nan
+    if not abs(number) <= torch.finfo(torch.float32).max:
+        raise InvalidArgument(f"{wanted} that float32 can hold, got {show(value)}")
+    return number
 
 
 def read_ids(given: object) -> list[int]:
     """Token ids from a list, array or 1-d integer tensor."""
     try:
+        if isinstance(given, (list, tuple)) and any(type(i) is bool for i in given):
+            raise TypeError
         array = np.asarray(given)
         if array.ndim == 1 and (array.size == 0 or np.issubdtype(array.dtype, np.integer)):
             ids = [int(i) for i in array]
@@ -529,7 +552,7 @@ def read_ids(given: object) -> list[int]:
                 return ids
     except (TypeError, ValueError, RuntimeError):
         pass
-    raise InvalidArgument(f"token ids are a 1-d run of 64-bit integers, or give their number; got {given!r:.80}")
+    raise InvalidArgument(f"token ids are a 1-d run of 64-bit integers, or give their number; got {show(given)}")
 
 
 def _reader(key: Tensor, value: Tensor) -> Read:
@@ -546,4 +569,4 @@ def _table(pages: list[list[int]]) -> NDArray[np.int32]:
 
 
 def _int32(values: list[int]) -> Tensor:
-    return torch.tensor(values, dtype=torch.int32)
+    return torch.tensor(values, dtype=torch.int32, device="cpu")

@@ -280,7 +280,7 @@ class TorchBackend(Backend):
     def poisoned(self, store: Store) -> Tensor:
         assert isinstance(store, TorchStore)
         if store.poison is None:
-            return torch.zeros((store.layout.layers, store.pages), dtype=torch.bool)
+            return torch.zeros((store.layout.layers, store.pages), dtype=torch.bool, device="cpu")
         return store.poison.cpu() > 0
 
     def _reader(self, store: TorchStore, layer: int, pages: Tensor) -> Read:

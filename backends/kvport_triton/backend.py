@@ -389,7 +389,7 @@ class TritonBackend(TorchBackend):
     def poisoned(self, store: Store) -> Tensor:
         assert isinstance(store, TritonStore)
         if store.poison is None:
-            return torch.zeros((store.layout.layers, store.pages), dtype=torch.bool)
+            return torch.zeros((store.layout.layers, store.pages), dtype=torch.bool, device="cpu")
         return store.poison.cpu() > 0
 
     # -- facts ---------------------------------------------------------------------------------------------------

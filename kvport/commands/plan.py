@@ -84,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 def read_bytes(text: str) -> int:
     """``"80GiB"``, ``"512 MB"``, ``"1073741824"`` as bytes. Raises :class:`argparse.ArgumentTypeError`."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    match = re.fullmatch(r"\s*([0-9]{1,15}(?:\.[0-9]{1,15})?)\s*([A-Za-z]*)\s*", text)
     units = {name.lower(): size for name, size in _UNITS.items()}
     if match is None or match[2].lower() not in units:
         raise argparse.ArgumentTypeError(f"{text!r} is no size; write e.g. 80GiB, 80GB, 512MiB or a number of bytes")

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 import kvport
+from kvport.arguments import whole_number
 from kvport.cache import PagedCache
 from kvport.errors import InvalidArgument, KVPortError, MissingDependency, OutOfPages, StepError, Unsupported
 from kvport.formats import DTYPES, CacheFormat
@@ -113,8 +114,8 @@ class KVPortCache(Cache):  # type: ignore[misc]  # transformers is not typed
         layers: Iterable[LayerSpec] | None = None,
         scales: Mapping[int, LayerScales] | None = None,
     ) -> None:
-        if tokens is not None and (not isinstance(tokens, int) or isinstance(tokens, bool) or tokens < 1):
-            raise InvalidArgument(f"tokens must be a positive integer, or None for a cache that grows; got {tokens!r}")
+        if tokens is not None:
+            whole_number("tokens, where it is not None for a cache that grows,", tokens, 1)
         kinds = _layer_types(config)
         stored = [number for number, kind in enumerate(kinds) if kind != _EMPTY]
         specs = tuple(_geometry(config, stored) if layers is None else layers)
@@ -273,7 +274,7 @@ class KVPortCache(Cache):  # type: ignore[misc]  # transformers is not typed
         """Keep these rows (numbers or a mask)."""
         self._between_forwards("batch_select_indices was called")
         if self._rows:
-            self._select(torch.arange(len(self._rows))[torch.as_tensor(indices).cpu()].tolist())
+            self._select(torch.arange(len(self._rows), device="cpu")[torch.as_tensor(indices, device="cpu")].tolist())
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Fork every row ``repeats - 1`` times."""

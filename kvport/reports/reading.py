@@ -16,7 +16,9 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+from kvport.arguments import show
 from kvport.errors import KVPortError
+from kvport.files import parse_json
 
 _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
@@ -80,7 +82,7 @@ def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
 def read(path: str | os.PathLike[str]) -> Report:
     """Read and check a report against the schema. Raises :class:`ReportError` with the first few faults."""
     try:
-        record = json.loads(Path(path).read_text(encoding="utf-8"))
+        record = parse_json(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ReportError(f"{path}: there is no such file") from None
     except (OSError, ValueError) as error:
@@ -119,12 +121,14 @@ def schema_faults(record: object) -> list[str]:
 def _faults(value: Any, rule: Mapping[str, Any], where: str) -> list[str]:
     """The part of JSON Schema that the published schema uses: type, enum, required, properties, items."""
     if "enum" in rule and value not in rule["enum"]:
-        return [f"{where} is {value!r:.60}, allowed: {', '.join(map(repr, rule['enum']))}"]
+        return [f"{where} is {show(value)}, allowed: {', '.join(map(repr, rule['enum']))}"]
     if "type" in rule:
         names = [rule["type"]] if isinstance(rule["type"], str) else rule["type"]
         allowed = tuple(kind for name in names for kind in _JSON_TYPES[name])
         if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
             return [f"{where} is {type(value).__name__}, must be {' or '.join(names)}"]
+        if isinstance(value, (int, float)) and not abs(value) < 2**63:  # 1e999 is read as infinity
+            return [f"{where} is {show(value)}, must be finite and below 2**63"]
     found = []
     if isinstance(value, dict):
         found += [f"{where} lacks {name!r}" for name in rule.get("required", ()) if name not in value]

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvport import Backend, CacheFormat, CacheLayout, LayerScales, LayerSpec, PagedCache, Sequence, Step, TensorFormat
 from kvport.backend import Store
+from kvport.tiers import make_lanes
 from kvport_conformance import inputs, oracle_codec
 from kvport_conformance.oracle_attention import LSE_FLOOR, PRODUCT_ERROR, VALUE_FLOOR, observed_over_bound
 from kvport_conformance.oracle_codec import CodecSpec
@@ -39,7 +40,7 @@ def open_cache(
     layout: CacheLayout, pages: int | SequenceOf[int], backend: Backend | None = None, **more: Any
 ) -> PagedCache:
     """A cache on the CPU reference, its free pages in a hashed order and its storage poisoned."""
-    counts = [pages] * len(layout.groups) if isinstance(pages, int) else list(pages)
+    counts = [pages] * len(make_lanes(layout)[0]) if isinstance(pages, int) else list(pages)
     cache = PagedCache(backend or reference.load("cpu"), layout, counts, **more)
     shuffle_free_pages(cache, seed=1)
     poison_unowned(cache)
@@ -69,11 +70,14 @@ def stores(cache: PagedCache) -> list[Store]:
     return list(cache._stores)
 
 
-def references(cache: PagedCache, group: int, *, index: bool = True) -> list[int]:
-    """The reference count of every page of a group, the spare first; ``index=False`` leaves out the prefix index's."""
-    pool = cache._pools[group]
+def references(cache: PagedCache, lane: int, *, index: bool = True) -> list[int]:
+    """The reference count of every page of a pool (groups come first, then near tiers), the spare first.
+
+    ``index=False`` leaves out the prefix index's.
+    """
+    pool = cache._pools[lane]
     counts = [pool.references(page) for page in range(pool.pages)]
-    for page in () if index else cache.prefix.pages(group):
+    for page in () if index else cache.prefix.pages(lane):
         counts[page] -= 1
     return counts
 
@@ -93,10 +97,10 @@ def snapshot(cache: PagedCache) -> dict[str, Any]:
     """
     return {
         "sequences": {
-            s.number: (s.length, [s.pages(g) for g in range(len(cache.layout.groups))], s._ids, list(s._chain))
+            s.number: (s.length, [list(pages) for pages in s._pages], s._pin, s._ids, list(s._chain))
             for s in cache.sequences
         },
-        "references": [references(cache, g, index=False) for g in range(len(cache.layout.groups))],
+        "references": [references(cache, lane, index=False) for lane in range(len(cache._pools))],
         "available": [(g.free + g.evictable, g.held) for g in cache.stats().pools],
         "digests": {s.number: cache.export(s).digests() for s in cache.sequences},
     }
@@ -105,22 +109,22 @@ def snapshot(cache: PagedCache) -> dict[str, Any]:
 # --- poison ---------------------------------------------------------------------------------------------------------
 
 
-def owned_slots(cache: PagedCache, group: int) -> npt.NDArray[np.bool_]:
+def owned_slots(cache: PagedCache, lane: int) -> npt.NDArray[np.bool_]:
     """(pages, page size): slots that hold a committed token of a live sequence, or belong to an indexed page."""
     size = cache.layout.page_size
-    owned = np.zeros((stores(cache)[group].pages, size), np.bool_)
+    owned = np.zeros((stores(cache)[lane].pages, size), np.bool_)
     for sequence in cache.sequences:
-        for index, page in enumerate(sequence.pages(group)):
+        for index, page in enumerate(sequence._pages[lane]):
             owned[page, : max(0, sequence.length - index * size)] = True
-    owned[cache.prefix.pages(group)] = True
+    owned[cache.prefix.pages(lane)] = True
     owned[0] = False  # the spare: a passed page of a window, or padding
     return owned
 
 
 def poison_unowned(cache: PagedCache) -> None:
     """Fill every slot that holds no committed token with NaN, or with the code no encoder emits."""
-    for group, store in enumerate(stores(cache)):
-        poison_slots(cache.backend, store, ~owned_slots(cache, group))
+    for lane, store in enumerate(stores(cache)):
+        poison_slots(cache.backend, store, ~owned_slots(cache, lane))
 
 
 def poison_slots(backend: Backend, store: Store, slots: npt.NDArray[np.bool_]) -> None:

@@ -7,6 +7,7 @@ call, and nothing outside the tree may come out of one.
 from __future__ import annotations
 
 import copy
+import pickle
 import re
 import subprocess
 import sys
@@ -203,6 +204,53 @@ OPENING: list[Row] = [
     ("tensor format unknown granularity", lambda: TensorFormat("int8", "row"), FormatError, ("'row'",)),
     ("layer format unknown", lambda: LayerSpec(2, 4, 32, 32, format="int5"), FormatError, ("int5", "int4")),
     ("layout format unknown", lambda: CacheLayout((SPEC,), "int5"), FormatError, ("int5", "int4")),
+    ("layers absurd", opened(layers=2**80), LayoutError, ("layers", "65536")),
+    ("layers of 5000 digits", opened(layers=10**5000), LayoutError, ("layers", "<int>")),
+    ("kv_heads absurd", opened(kv_heads=2**80), LayoutError, ("kv_heads", "2**31")),
+    ("query_heads absurd", opened(query_heads=2**80), LayoutError, ("query_heads", "2**31")),
+    ("head_dim absurd", opened(head_dim=2**80), LayoutError, ("key_dim", "2**31")),
+    ("value_dim absurd", opened(value_dim=2**80), LayoutError, ("value_dim", "2**31")),
+    ("window absurd", opened(window=2**80), LayoutError, ("window", "2**31")),
+    ("page_size absurd", opened(page_size=2**80), LayoutError, ("page_size", "2**31")),
+    ("tokens absurd", opened(tokens=2**80), InvalidArgument, ("tokens", "2**31")),
+    ("tokens of 5000 digits", opened(tokens=10**5000), InvalidArgument, ("tokens", "2**31")),
+    ("pages absurd", opened(tokens=..., pages=2**80), InvalidArgument, ("pages", "2**31")),
+    ("share_prefixes as text", opened(share_prefixes="no"), InvalidArgument, ("share_prefixes", "'no'")),
+    ("format group of many digits", opened(format="int8:g" + "9" * 5000), FormatError, ("2**32 - 1",)),
+    ("format sink of many digits", opened(format="int8,sink=" + "9" * 5000), FormatError, ("sink=", "2**32 - 1")),
+    ("format recent absurd", opened(format="int8,recent=4294967295"), FormatError, ("recent", "2**31")),
+    ("format rotate of many digits", opened(format="int8,rotate=" + "9" * 5000), FormatError, ("rotate=",)),
+    ("format outliers of many digits", opened(format="int8:outliers=" + "9" * 5000), FormatError, ("outliers=",)),
+    ("format digits of another script", opened(format="int8:g\u0661\u0666"), FormatError, ("unknown option",)),
+    ("format sink of another script", opened(format="int8,sink=\u0664"), FormatError, ("sink=", "number of tokens")),
+    ("format raised digits", opened(format="int8,recent=\u00b2"), FormatError, ("recent=", "number of tokens")),
+    ("device index of another script", opened(device="cpu:\u0661"), InvalidArgument, ("a number from 0",)),
+    ("device index of many digits", opened(device="cpu:" + "9" * 5000), InvalidArgument, ("a number from 0",)),
+    ("cache format of texts", lambda: CacheFormat("int8", "int8"), FormatError, ("key", "'int8'", "CacheFormat.parse")),
+    ("cache format of a tensor format and None", lambda: CacheFormat(TensorFormat("int8"), None), FormatError,
+     ("value", "None")),
+    ("near as text", lambda: CacheFormat(TensorFormat("int8"), TensorFormat("int8"), recent=4, near="bf16"),
+     FormatError, ("near", "'bf16'")),
+    ("rope as text", lambda: CacheFormat(TensorFormat("int8"), TensorFormat("int8"), rope="bf16"), FormatError,
+     ("rope", "'bf16'")),
+    ("rotate True", lambda: CacheFormat(TensorFormat("int8"), TensorFormat("int8"), rotate=True), FormatError,
+     ("rotate", "True")),
+    ("sink True", lambda: CacheFormat(TensorFormat("int8"), TensorFormat("int8"), sink=True), FormatError,
+     ("sink", "True")),
+    ("code as a list", lambda: TensorFormat(["int8"]), FormatError, ("unknown code", "['int8']")),
+    ("scale dtype as a list", lambda: TensorFormat("int8", scale_dtype=["fp32"]), FormatError, ("['fp32']",)),
+    ("group as text", lambda: TensorFormat("int8", "group", "16"), FormatError, ("group", "'16'")),
+    ("group True", lambda: TensorFormat("int8", "group", True), FormatError, ("group", "True")),
+    ("symmetric as a number", lambda: TensorFormat("int8", symmetric=0), FormatError, ("symmetric", "0")),
+    ("static as text", lambda: TensorFormat("int8", "head", static="yes"), FormatError, ("static", "'yes'")),
+    ("granularity as a list", lambda: TensorFormat("int8", ["token"]), FormatError, ("granularity", "['token']")),
+    ("layout of no layers", lambda: CacheLayout(3, "int8"), LayoutError, ("tuple of LayerSpec", "3")),
+    ("layout of texts", lambda: CacheLayout(["full"], "int8"), LayoutError, ("tuple of LayerSpec", "'full'")),
+    ("shares as text", lambda: LayerSpec(2, 4, 32, 32, shares="0"), LayoutError, ("shares", "'0'")),
+    ("shares True", lambda: LayerSpec(2, 4, 32, 32, shares=True), LayoutError, ("shares", "True")),
+    ("shares negative", lambda: LayerSpec(2, 4, 32, 32, shares=-1), LayoutError, ("shares", "-1")),
+    ("latent as text", lambda: LayerSpec(1, 4, 32, 16, latent="yes"), LayoutError, ("latent", "'yes'")),
+    ("scale beyond floats", scaled([0.1, 10**400]), ScaleError, ("layer 0 K", "numbers")),
     ("group layout by hand", lambda: GroupLayout(CacheFormat.parse("int4"), 1, 2, 4, 33, 32, 16), LayoutError, ("33",)),
 ]  # fmt: skip
 
@@ -267,6 +315,12 @@ SEQUENCES: list[Row] = [
     ("ids on meta", lambda b: b.cache.step({b.sequence: torch.ones(3, dtype=torch.int64, device="meta")}),
      InvalidArgument, ("1-d run",)),
     ("a generator of ids", lambda b: b.cache.step({b.sequence: (i for i in range(3))}), InvalidArgument, ("1-d run",)),
+    ("absurd count", lambda b: b.cache.step({b.sequence: 2**80}), InvalidArgument, ("new tokens", "2147483627")),
+    ("count of 5000 digits", lambda b: b.cache.step({b.sequence: 10**5000}), InvalidArgument, ("new tokens",)),
+    ("bools as ids", lambda b: b.cache.step({b.sequence: [1, True]}), InvalidArgument, ("integers", "True")),
+    ("ids of 5000 digits", lambda b: b.cache.step({b.sequence: [10**5000]}), InvalidArgument, ("64-bit",)),
+    ("fresh unknown", lambda b: b.cache.step({b.sequence: 1}, fresh="new"), InvalidArgument, ("'exact'", "'new'")),
+    ("fresh a list", lambda b: b.cache.step({b.sequence: 1}, fresh=["exact"]), InvalidArgument, ("'exact'",)),
     ("foreign sequence", lambda b: b.cache.step({b.stranger: 1}), SequenceError, ("another cache",)),
     ("freed sequence", lambda b: b.cache.step({b.freed: 1}), SequenceError, ("freed",)),
     ("more than the pool", lambda b: b.cache.step({b.sequence: 10_000}), OutOfPages, ("needs", "free", "more pages")),
@@ -281,6 +335,18 @@ SEQUENCES: list[Row] = [
     ("match of a number", lambda b: b.cache.match(5), InvalidArgument, ("1-d run",)),
     ("match of floats", lambda b: b.cache.match([0.5]), InvalidArgument, ("integers",)),
     ("match of text", lambda b: b.cache.match("hello"), InvalidArgument, ("integers",)),
+    ("match with pin None", lambda b: b.cache.match([1], pin=None), SequenceError, ("pin(None)",)),
+    ("match with pin True", lambda b: b.cache.match([1], pin=True), SequenceError, ("pin(True)",)),
+    ("match with a negative pin", lambda b: b.cache.match([1], pin=-1), SequenceError, ("pin(-1)", ">= 0")),
+    ("match with an absurd pin", lambda b: b.cache.match([1], pin=2**80), SequenceError, ("2**31",)),
+    ("match with a pin of 5000 digits", lambda b: b.cache.match([1], pin=10**5000), SequenceError, ("2**31",)),
+    ("match with a pin without tiers", lambda b: b.cache.match([1], pin=1), Unsupported, ("int8", "recent=N")),
+    ("pages of a group past the end", lambda b: b.sequence.pages(1), LayoutError, ("group 1", "0 .. 0")),
+    ("pages of group True", lambda b: b.sequence.pages(True), LayoutError, ("group True",)),
+    ("pages of the middle", lambda b: b.sequence.pages(0, "middle"), SequenceError, ("'far' or 'near'", "'middle'")),
+    ("pages of a freed one", lambda b: b.freed.pages(), SequenceError, ("freed",)),
+    ("sealed length of a group past the end", lambda b: b.sequence.sealed_length(-1), LayoutError, ("group -1",)),
+    ("truncate to 5000 digits", lambda b: b.sequence.truncate(10**5000), SequenceError, ("0 .. 20",)),
     ("gather of a foreign one", lambda b: b.cache.gather(b.stranger, 0), SequenceError, ("another cache",)),
     ("gather of a freed one", lambda b: b.cache.gather(b.freed, 0), SequenceError, ("freed",)),
     ("gather of a number", lambda b: b.cache.gather(1, 0), InvalidArgument, ("sequence", "int")),
@@ -293,6 +359,10 @@ SEQUENCES: list[Row] = [
     ("insert of a path", lambda b: b.cache.insert("image.safetensors"), InvalidArgument, ("PageImage.load", "str")),
     ("a deep copy", lambda b: copy.deepcopy(b.cache), KVPortError, ("fork", "second cache")),
     ("a copy", lambda b: copy.copy(b.cache), KVPortError, ("fork", "second cache")),
+    ("a pickle", lambda b: pickle.dumps(b.cache), KVPortError, ("fork", "export and insert")),
+    ("a copy of a sequence", lambda b: copy.copy(b.sequence), SequenceError, ("fork()", "export")),
+    ("a deep copy of a sequence", lambda b: copy.deepcopy(b.sequence), SequenceError, ("fork()", "export")),
+    ("a pickle of a sequence", lambda b: pickle.dumps([b.sequence]), SequenceError, ("fork()", "export")),
 ]  # fmt: skip
 
 
@@ -384,6 +454,25 @@ STEPS: list[Row] = [
     ("sinks int", attend(sinks=torch.zeros(4, dtype=torch.int64)), InvalidArgument, ("sinks", "int64")),
     ("sinks on meta", attend(sinks=torch.zeros(4, device="meta")), InvalidArgument, ("sinks", "meta")),
     ("sinks with grad", attend(sinks=torch.zeros(4, requires_grad=True)), InvalidArgument, ("sinks", "grad")),
+    ("key sparse", append(lambda t: t.to_sparse()), InvalidArgument, ("key", "sparse_coo", "to_dense")),
+    ("value sparse", append(value=lambda t: t.reshape(6, 32).to_sparse_csr()), InvalidArgument, ("value", "sparse")),
+    ("key nested", append(lambda t: torch.nested.nested_tensor([t[0], t[1]])), InvalidArgument, ("key", "nested")),
+    ("key quantized", append(lambda t: torch.quantize_per_tensor(t, 0.1, 0, torch.qint8)), InvalidArgument,
+     ("key", "qint8")),
+    ("key complex", append(lambda t: t.to(torch.complex64)), InvalidArgument, ("key", "complex64")),
+    ("query sparse", attend(lambda t: t.to_sparse()), InvalidArgument, ("query", "sparse")),
+    ("scale beyond floats", attend(scale=10**400), InvalidArgument, ("scale", "finite")),
+    ("scale of 5000 digits", attend(scale=10**5000), InvalidArgument, ("scale", "finite")),
+    ("scale beyond float32", attend(scale=1e300), InvalidArgument, ("scale", "float32", "1e+300")),
+    ("scale bool", attend(scale=True), InvalidArgument, ("scale", "True")),
+    ("scale complex", attend(scale=1j), InvalidArgument, ("scale", "1j")),
+    ("softcap beyond floats", attend(softcap=10**400), InvalidArgument, ("softcap", "positive")),
+    ("softcap subnormal", attend(softcap=1e-42), InvalidArgument, ("softcap", "normal", "1e-42")),
+    ("softcap bool", attend(softcap=True), InvalidArgument, ("softcap", "True")),
+    ("sinks sparse", attend(sinks=torch.zeros(4).to_sparse()), InvalidArgument, ("sinks", "sparse")),
+    ("a copy of a step", lambda b, s: copy.copy(s), StepError, ("cannot be copied", "cache.step")),
+    ("a deep copy of a step", lambda b, s: copy.deepcopy(s), StepError, ("cannot be copied",)),
+    ("a pickle of a step", lambda b, s: pickle.dumps(s), StepError, ("cannot be copied",)),
     ("a step in a step", lambda b, s: b.cache.step({b.sequence: 1}), StepError, ("begin a step", "step is open")),
     ("a sequence in a step", lambda b, s: b.cache.sequence(), StepError, ("make a sequence",)),
     ("a match in a step", lambda b, s: b.cache.match([1]), StepError, ("match",)),
@@ -400,6 +489,7 @@ STEPS: list[Row] = [
 
 
 @table(STEPS)
+@pytest.mark.filterwarnings("ignore:(torch.quantize_per_tensor|Sparse CSR|The PyTorch API of nested)")
 def test_steps(row: Row, bench: Bench) -> None:
     before = support.snapshot(bench.cache)
     step = bench.cache.step({bench.sequence: 3})
@@ -463,6 +553,10 @@ CLOSED: list[Row] = [
     ("check", lambda b, i: b.cache.check(), ClosedError, ("closed cache",)),
     ("fork", lambda b, i: b.sequence.fork(), ClosedError, ("closed cache",)),
     ("truncate", lambda b, i: b.sequence.truncate(0), ClosedError, ("closed cache",)),
+    ("pin", lambda b, i: b.sequence.pin(0), ClosedError, ("closed cache",)),
+    ("pages", lambda b, i: b.sequence.pages(), ClosedError, ("closed cache",)),
+    ("sealed length", lambda b, i: b.sequence.sealed_length(), ClosedError, ("closed cache",)),
+    ("canonical bytes", lambda b, i: b.cache.canonical_bytes(), ClosedError, ("closed cache",)),
 ]
 
 
@@ -473,6 +567,11 @@ def test_closed(row: Row, bench: Bench) -> None:
     bench.cache.close()  # twice is harmless
     check(row, bench, image)
     assert not bench.sequence.alive
+    assert bench.cache.sequences == ()
+    assert len(bench.cache.prefix) == 0
+    assert bench.cache.info.format == "int8"  # what was opened can still be read, and printed
+    assert "closed" in repr(bench.cache)
+    assert "20 tokens" in repr(bench.sequence)
     bench.sequence.free()
 
 

@@ -418,8 +418,7 @@ def test_caches_that_differ_in_anything_share_no_namespace() -> None:
         assert x != y, f"{a} and {b} share a fingerprint"
     blocks = set()
     for cache in caches.values():  # and no digest of a block
-        chain: list[bytes] = []
-        cache.prefix.extend(chain, [1] * 8)
+        chain = cache.prefix.digests([1] * 8)
         blocks |= set(chain)
     assert len(blocks) == sum(8 // cache.layout.page_size for cache in caches.values())
 
