@@ -12,6 +12,7 @@ from kvport.cache import PagedCache, check_sharing
 from kvport.errors import InvalidArgument
 from kvport.formats import CacheFormat
 from kvport.layout import DEFAULT_PAGE_SIZE, CacheLayout
+from kvport.planning import DEFAULT_CHUNK, plan
 from kvport.scales import LayerScales, resolve_scales
 from kvport.tiers import make_lanes
 
@@ -30,6 +31,9 @@ def open(
     dtype: torch.dtype | None = None,
     layout: CacheLayout | None = None,
     tokens: int | None = None,
+    requests: int | None = None,
+    chunk: int | None = None,
+    pin: int | None = None,
     pages: int | SequenceOf[int] | None = None,
     scales: Mapping[int, LayerScales] | None = None,
     identity: Mapping[str, str] | None = None,
@@ -44,13 +48,17 @@ def open(
             ``query_heads`` defaults to ``kv_heads``, ``value_dim`` to ``head_dim``, ``page_size`` to 128, ``dtype``
             (the model's own, in which K and V arrive) to torch.float32.
         layout: instead of those, a :class:`CacheLayout` for hybrid, windowed or per-layer geometries.
-        tokens: capacity: every pool (one per group of layers, one more per near tier) gets ceil(tokens / page_size)
-            pages and the spare. A sequence occupies whole pages, so N running sequences want up to
-            N * (page_size - 1) tokens more.
-        pages: instead, the page count (spare included), one for all pools or one per pool in the order of
-            ``cache.stats().pools``. A near pool needs, per running sequence, the tokens of this step and the last +
-            recent + page_size (sealed pages are released when a step commits), and what is kept of sinks and pins;
-            ``kvport plan`` counts it.
+        tokens: capacity. Alone, of all sequences together: every pool (one per group of layers, one more per near
+            tier) gets ceil(tokens / page_size) pages and the spare, so that any tier or window could hold everything.
+            A sequence occupies whole pages: N running sequences want up to N * (page_size - 1) tokens more.
+        requests: how many sequences run at once. ``tokens`` is then the length of each, prompt and answer together,
+            and the pools are those that :mod:`kvport.planning` (``kvport plan``) counts: near tiers hold recent +
+            page_size + 1 tokens a sequence and the step's prompt tokens twice, windows what they see, no more.
+        chunk: with ``requests``, prompt tokens that a step takes of one sequence, while the others take one each
+            (default 512).
+        pin: with ``requests``, tokens that every sequence pins (default 0).
+        pages: instead of all those, the page count (spare included), one for all pools or one per pool in the order of
+            ``cache.stats().pools``.
         scales: static scales by layer, for formats that say ``static``.
         identity: ``{"model": ..., "adapter": ..., "rope": ...}``: part of the fingerprint that pages are shared under.
         share_prefixes: whether full pages of known token ids are kept findable for :meth:`PagedCache.match`.
@@ -91,7 +99,7 @@ def open(
     elif not isinstance(layout, CacheLayout):
         raise InvalidArgument(f"layout must be a CacheLayout, got {type(layout).__name__}")
     # All that can be judged without a backend is, so that a wrong argument is reported on any machine.
-    counts = _page_counts(layout, tokens, pages)
+    counts = _page_counts(layout, tokens, pages, requests, chunk, pin)
     check_sharing(identity, share_prefixes)
     resolve_scales(layout, scales)
     from kvport.registry import load_backend  # plugins are looked up when a cache is opened, not at import
@@ -106,9 +114,25 @@ def open(
     )
 
 
-def _page_counts(layout: CacheLayout, tokens: int | None, pages: int | SequenceOf[int] | None) -> list[int]:
+def _page_counts(
+    layout: CacheLayout,
+    tokens: int | None,
+    pages: int | SequenceOf[int] | None,
+    requests: int | None,
+    chunk: int | None,
+    pin: int | None,
+) -> list[int]:
     if (tokens is None) == (pages is None):
         raise InvalidArgument("open needs exactly one of tokens= (capacity in tokens) and pages= (page count)")
+    load = {"requests=": requests, "chunk=": chunk, "pin=": pin}
+    given = [name for name, value in load.items() if value is not None]
+    if given and (requests is None or tokens is None):
+        raise InvalidArgument(
+            f"{', '.join(given)} goes with tokens= and requests=: the length of a sequence, and how many run at once"
+        )
+    if requests is not None and tokens is not None:
+        chunk, pin = DEFAULT_CHUNK if chunk is None else chunk, 0 if pin is None else pin
+        return list(plan(layout, tokens=tokens, requests=requests, chunk=chunk, pin=pin).pages)
     lanes, _ = make_lanes(layout)
     if tokens is not None:
         whole_number("tokens", tokens, 1)

@@ -198,8 +198,14 @@ class Plan:
         return pages * self.layout.page_size
 
     @property
+    def open_arguments(self) -> str:
+        """The arguments of :func:`kvport.open` that make these pools, as they are typed."""
+        pin = f", pin={self.pin}" if self.pin else ""
+        return f"tokens={self.tokens}, requests={self.requests}, chunk={self.chunk}{pin}"
+
+    @property
     def pages(self) -> tuple[int, ...]:
-        """``pages=`` of :func:`kvport.open`: the page count of each pool."""
+        """The page count of each pool: what :func:`kvport.open` makes of the same tokens, requests, chunk and pin."""
         return tuple(lane.pool_pages for lane in self.lanes)
 
     @property

@@ -133,6 +133,7 @@ def render(model: ModelGeometry, plans: Sequence[Plan], devices: int = 1) -> lis
             f"near pool: a request holds recent + page size + 1 tokens and its sinks, the one whose prompt is read "
             f"2 x {first.chunk - 1} more; a smaller --chunk makes it smaller"
         )
+    notes.append(f"kvport.open(..., {first.open_arguments}) makes these pools")
     if first.fit is not None:
         notes.append("the budget is for the KV cache alone: weights and activations come on top")
     return [*lines, *(f"note: {note}" for note in dict.fromkeys(notes))]

@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
+import kvport
 from kvport.cli import main
 from kvport.commands.plan import read_bytes, show_bytes
+from kvport.layout import CacheLayout
+from kvport.model_config import read_model_config
 
 CONFIG = {
     "model_type": "llama",
@@ -98,3 +101,23 @@ def test_show_bytes() -> None:
         "512.00 MiB",
         "5.00 TiB",
     ]
+
+
+def test_the_table_says_how_to_open_these_pools(model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["plan", "--model", model, "--tokens", "700", "--requests", "3", "--chunk", "64", "--pin", "9"]
+    assert main([*arguments, "--format", "int4:g64,recent=32"]) == 0
+    out = capsys.readouterr().out
+    assert "kvport.open(..., tokens=700, requests=3, chunk=64, pin=9) makes these pools" in out
+    [line] = [line for line in out.splitlines() if line.startswith("  pages by pool")]
+    layout = read_model_config(model).layout("int4:g64,recent=32")
+    one = CacheLayout(layout.layers[:1], layout.format, layout.page_size, layout.dtype)  # the counts, without the GiBs
+    with kvport.open("cpu", layout=one, tokens=700, requests=3, chunk=64, pin=9) as cache:
+        assert line.split()[3:] == [f"{cache.stats().pools[0].total + 1},", str(cache.stats().pools[1].total + 1)]
+
+
+@pytest.mark.parametrize("size", ["9" * 400, "1e99", "\u0661GiB", "-1", "80 GiBs", "1.5.5GB", ""])
+def test_what_is_no_size(size: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "--model", model, "--tokens", "4096", f"--memory={size}"])
+    assert stopped.value.code == 2
+    assert "is no size" in capsys.readouterr().err

@@ -92,3 +92,31 @@ def test_pinned_tokens_stay_near() -> None:
                 step.append(0, torch.zeros(count, 1, 16), torch.zeros(count, 1, 16))
         held = [pool.held for pool in cache.stats().pools]
         assert held == [lane.pages for lane in found.lanes]
+
+
+@pytest.mark.parametrize("format", ["int8", "int4:g16,recent=20", "int4:g16,sink=4,recent=16", "k=int2:c16,v=int4"])
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("load", [{}, {"chunk": 7}, {"chunk": 200}, {"pin": 30}])
+@pytest.mark.parametrize("requests", [1, 5])
+def test_open_makes_the_pools_that_plan_counts(
+    format: str, window: int | None, load: dict[str, int], requests: int
+) -> None:
+    layout = CacheLayout.uniform(layers=1, kv_heads=1, head_dim=16, format=format, page_size=PAGE, window=window)
+    if "pin" in load and format == "int8":
+        with pytest.raises(kvport.InvalidArgument, match="no near tier to pin"):
+            kvport.open("cpu", layout=layout, tokens=130, requests=requests, **load)
+        return
+    found = plan(layout, tokens=130, requests=requests, **load)
+    with kvport.open("cpu", layout=layout, tokens=130, requests=requests, **load) as cache:
+        pools = cache.stats().pools
+    assert tuple(pool.total + 1 for pool in pools) == found.pages
+    assert [pool.format for pool in pools] == [lane.format for lane in found.lanes]
+
+
+def test_a_near_pool_follows_the_load_and_not_the_capacity() -> None:
+    """recent 128 + page 128 + 1 are 3 pages a request, and a chunk of 512 twice 4 more."""
+    shape = {"layers": 1, "kv_heads": 1, "head_dim": 64, "format": "int4:g64,recent=128"}
+    with kvport.open("cpu", tokens=8192, requests=4, **shape) as cache:
+        assert [pool.total for pool in cache.stats().pools] == [4 * 63, 4 * 3 + 2 * 4]
+    with kvport.open("cpu", tokens=8192, **shape) as cache:
+        assert [pool.total for pool in cache.stats().pools] == [64, 64]
