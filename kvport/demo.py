@@ -7,7 +7,9 @@ take the model's place: bytes, errors and speed, and no word about quality.
 
 from __future__ import annotations
 
+import textwrap
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
@@ -24,6 +26,7 @@ from kvport.evaluation import (
     pydoc_text,
     text_digest,
 )
+from kvport.formats import CacheFormat
 from kvport.models import load_smollm2
 from kvport.progress import Progress
 
@@ -256,7 +259,8 @@ def _render_model(report: Report, stock: Row) -> str:
         *(line(row.format, row) for row in report.rows),
         "",
         "bytes/token: codes, scales and zeros of one token in all layers, at rest.  held: all pages at the end of the",
-        "text, the recent tokens in full precision too.  KL: KL(full precision || format) per token, in nats.",
+        "text.  KL: KL(full precision || format) per token, in nats.",
+        *_legend(row.format for row in report.rows),
         "Differences of perplexity under about 0.5 % are noise on one text of this length.  tok/s: decoding after the",
         f"text, the caches taking turns, {report.machine['threads']} threads, {report.machine['processor']}.",
         "",
@@ -266,6 +270,25 @@ def _render_model(report: Report, stock: Row) -> str:
         f"{report.seconds:.0f} s in all.",
     ]
     return "\n".join(lines)
+
+
+def _legend(formats: Iterable[str]) -> list[str]:
+    """What the parts of these formats mean, for whoever has not read the page on formats."""
+    parsed = [CacheFormat.parse(text) for text in formats]
+    sides = [side for fmt in parsed for side in (fmt.key, fmt.value)]
+    said = []
+    if any(fmt.recent or fmt.sink for fmt in parsed):
+        said.append(
+            "recent=N: the last N tokens stay in the model's dtype and are encoded when they are older (sink=N: the "
+            "first N, for good); bytes/token counts a token at rest, held counts these too"
+        )
+    if any(side.granularity == "group" for side in sides):
+        said.append("gN: one scale per N channels")
+    if any(side.granularity == "channel_group" for side in sides):
+        said.append("cN: one scale per channel and N tokens")
+    if any(not side.symmetric for side in sides):
+        said.append("asym: with a zero beside each scale")
+    return textwrap.wrap(";  ".join(said) + ".", 112) if said else []
 
 
 def _named(report: Report, stock: Row) -> list[tuple[str, Row]]:
@@ -287,5 +310,6 @@ def _render_synthetic(report: Report) -> str:
             f"{100 * row.errors['key']:>8.2f} %{100 * row.errors['value']:>8.2f} %"
             f"{100 * row.errors['attention']:>9.2f} %{row.tokens_per_second:>9.1f}"
         )
-    lines += ["", "errors: root mean square, of what it is compared with.  attention: the output of one query."]
+    lines += ["", *_legend(row.format for row in report.rows)]
+    lines += ["errors: root mean square, of what it is compared with.  attention: the output of one query."]
     return "\n".join(lines)

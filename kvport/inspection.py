@@ -37,7 +37,7 @@ TIME_LIMIT: Final = 60.0
 #: Seconds the interpreter may take to import kvport itself (torch from a cold network disk).
 _START_LIMIT: Final = 180.0
 
-#: Formats that a listing asks a backend about, at head_dim 128, 8 query over 2 KV heads, page size 128, bf16 model.
+#: Formats that a listing asks a backend about: some of every family.
 SAMPLE_FORMATS: Final = (
     "fp32",
     "bf16",
@@ -51,9 +51,23 @@ SAMPLE_FORMATS: Final = (
     "int4:g32:asym:scale=fp16",
     "k=int4:g64,v=int8:token",
     "int2:g32:asym:scale=fp16",
+    "fp8_e4m3",
+    "fp8_e5m2",
+    "fp8_e4m3:tensor:static",
+    "mxfp4",
+    "nvfp4",
+    "nvfp4:static",
+    "kivi2",
+    "int8,sink=4,recent=128",
+    "int4:g64:asym,recent=128:fp8_e4m3",
+    "int4:g64,rotate=7",
     "k=int4:g64:outliers=4,v=int4:g64",
     "int4:g64:sparse=32",
+    "latent=bf16,rope=bf16",
+    "latent=int8:g128,rope=bf16",
 )
+#: The geometry they are asked about, in words; :func:`sample` makes it.
+SAMPLE_GEOMETRY: Final = "head_dim 128 (latent: 512 + 64), 8 query over 2 KV heads (latent: 1), page size 128, bf16"
 
 
 @dataclass(frozen=True)
@@ -369,26 +383,32 @@ def sample(selection: Selection, *, formats: tuple[str, ...] = SAMPLE_FORMATS) -
 
     from kvport.backend import operations, storage_features
     from kvport.formats import CacheFormat
-    from kvport.layout import GroupLayout
+    from kvport.layout import CacheLayout, LayerSpec
+    from kvport.tiers import make_lanes
 
     backend = selection.load()
     answers = []
     for text in formats:
-        layout = GroupLayout(
-            format=CacheFormat.parse(text),
-            layers=1,
-            kv_heads=2,
-            query_heads=8,
-            key_dim=128,
-            value_dim=128,
-            page_size=128,
-            dtype=torch.bfloat16,
-        )
+        fmt = CacheFormat.parse(text)
+        spec = LayerSpec(kv_heads=2, query_heads=8, key_dim=128, value_dim=128)
+        if fmt.rope is not None:
+            spec = LayerSpec(kv_heads=1, query_heads=8, key_dim=512 + 64, value_dim=512, latent=True)
+        lanes, _ = make_lanes(CacheLayout((spec,), fmt, page_size=128, dtype=torch.bfloat16))
         try:
-            support = backend.support(layout)
-            lacking = sorted(storage_features(layout) - support.features)
-            reasons = support.reasons or tuple(f"feature {name} is not declared" for name in lacking)
-            answer = FormatSupport(text, reasons, support.workspace, tuple(sorted(support.features)))
+            supports = [backend.support(lane.layout) for lane in lanes]
+            features = frozenset[str].intersection(*(support.features for support in supports))
+            reasons = tuple(dict.fromkeys(reason for support in supports for reason in support.reasons))
+            if not reasons:
+                lacking = {
+                    name
+                    for lane, support in zip(lanes, supports, strict=True)
+                    for name in storage_features(lane.layout) - support.features
+                }
+                if fmt.tiered and "lse" not in features:  # by which tiers are merged
+                    lacking.add("lse")
+                reasons = tuple(f"feature {name} is not declared" for name in sorted(lacking))
+            workspace = "history" if any(s.workspace == "history" for s in supports) else "bounded"
+            answer = FormatSupport(text, reasons, workspace, tuple(sorted(features)))
         except Exception as error:
             answer = FormatSupport(text, (f"support() raised {describe(error)}",), "", ())
         answers.append(answer)

@@ -12,10 +12,11 @@ from pathlib import Path
 
 import pytest
 
-from kvport import cli
+from kvport import cli, inspection
 from kvport.cli import COMMANDS, Command, main
 from kvport.commands import backends
 from kvport.errors import BackendUnavailable
+from kvport.formats import CODES, CacheFormat
 
 PLUGINS = Path(__file__).parent / "plugins"
 
@@ -115,13 +116,70 @@ def test_text_of_a_capability(capsys: pytest.CaptureFixture[str], monkeypatch: p
     for line in (
         "goodchip        usable, 2 device(s); driver 1.2",
         "execution     hardware, tensors on torch device cpu",
-        "refuses       int2:g32:asym:scale=fp16: int2 is not in this chip, nearest is int4",
+        "refuses       int2:g32:asym:scale=fp16  kivi2: int2 is not in this chip, nearest is int4",
         "features      lse, prefill",
-        "memory        attend grows with the history for fp32, bf16",
+        "memory        attend grows with the history for fp32  bf16",
+        "a sample of every family, asked at head_dim 128",
         "inherited     page_bytes, allocate",
         "not loaded      not allowed by KVPORT_PLUGINS='good'",
     ):
         assert line in text
+
+
+def test_the_sample_has_some_of_every_family() -> None:
+    formats = [CacheFormat.parse(text) for text in inspection.SAMPLE_FORMATS]
+    assert {side.code for fmt in formats for side in (fmt.key, fmt.value)} == set(CODES)
+    assert {side.granularity for fmt in formats for side in (fmt.key, fmt.value)} >= {
+        "token", "group", "channel_group", "tensor", "channel", "block"
+    }  # fmt: skip
+    assert all(any(getattr(fmt, part) for fmt in formats) for part in ("sink", "recent", "near", "rope", "rotate"))
+    assert all(any(getattr(fmt.key, part) for fmt in formats) for part in ("outliers", "static"))
+    assert not all(fmt.key.symmetric for fmt in formats)
+    assert CacheFormat.parse("kivi2") in formats
+
+
+def test_refusals_that_differ_only_in_the_formats_name_are_one_line() -> None:
+    def answer(text: str, reason: str) -> inspection.FormatSupport:
+        return inspection.FormatSupport(text, (reason,), "", ())
+
+    found = inspection.Capability("cpu", "hardware", {}, {}, (
+        answer("fp8_e4m3", "fp8_e4m3 is too new"), answer("mxfp4", "mxfp4 is too new"), answer("int2", "int2 is odd"),
+    ))  # fmt: skip
+    refusals = [line.strip() for line in backends._capability(found) if "refuses" in line]
+    assert [line.split(maxsplit=1)[1] for line in refusals] == [
+        "fp8_e4m3  mxfp4: fp8_e4m3 is too new",
+        "int2: int2 is odd",
+    ]
+
+
+@pytest.mark.parametrize(
+    "command", ["plan --tokens 9 --model", "compare", "verify-report", "inspect", "calibrate -o x --checkpoint"]
+)
+@pytest.mark.parametrize("content", ["deep", "digits", "folder", "absent", "long", "binary"])
+def test_a_file_that_cannot_be_read_is_one_line_and_exit_1(
+    command: str, content: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "file"
+    if content == "deep":
+        path.write_text("[" * 200_000)
+    elif content == "digits":
+        path.write_text('{"num_hidden_layers": ' + "9" * 5000 + "}")
+    elif content == "folder":
+        path.mkdir()
+    elif content == "long":
+        path = tmp_path / ("x" * 5000)
+    elif content == "binary":
+        path.write_bytes(bytes(range(256)))
+    assert main([*command.split(), str(path)]) == 1
+    said = capsys.readouterr()
+    assert said.err.startswith(f"kvport {command.split()[0]}: error: ")
+    assert "Traceback" not in said.err
+
+
+def test_a_result_that_cannot_be_written_is_one_line_and_exit_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["new-backend", "mychip", "--into", "/proc/nowhere/mychip"]) == 1
+    assert capsys.readouterr().err.startswith("kvport new-backend: error: /proc/nowhere")
 
 
 def test_strict_listing_fails_where_a_plugin_does() -> None:

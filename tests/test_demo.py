@@ -36,6 +36,16 @@ def test_synthetic_says_so_and_counts_bytes(tmp_path: Path, capsys: pytest.Captu
     assert 0 < rows["int8"]["errors"]["attention"] < rows["int4:g64"]["errors"]["attention"]
 
 
+def test_what_the_parts_of_a_format_mean_is_said_below_the_table(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["demo", "--synthetic", "--tokens", "200", "--formats"]
+    assert cli.main([*command, "int8 k=int4:c64:asym,v=int4:g64:asym,recent=32"]) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "recent=N: the last N tokens stay in the model's dtype and are encoded when they are older" in shown
+    assert "gN: one scale per N channels; cN: one scale per channel and N tokens; asym: with a zero" in shown
+    assert cli.main([*command, "int8"]) == 0
+    assert "recent=N" not in capsys.readouterr().out
+
+
 def test_an_absent_model_is_named_with_its_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -6,10 +6,21 @@ import argparse
 import importlib.metadata
 import json
 import os
+import re
 import textwrap
 from collections.abc import Iterator
 
-from kvport.inspection import TIME_LIMIT, Capability, DeviceListing, Listing, list_backends
+from kvport.inspection import (
+    SAMPLE_GEOMETRY,
+    TIME_LIMIT,
+    Capability,
+    DeviceListing,
+    FormatSupport,
+    Listing,
+    list_backends,
+)
+
+_OTHERS = "more options and other sizes can be had, or not: kvport.open and 'kvport plan --backend' say"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -33,6 +44,9 @@ def run(args: argparse.Namespace) -> int:
         print("No backend is installed: not even kvport's own is registered, so reinstall kvport with pip.")
     else:
         print("\n\n".join("\n".join(_lines(row)) for row in rows))
+        if any(device.capability for row in rows for device in row.devices):
+            print()
+            print("\n".join(_field("formats", f"a sample of every family, asked at {SAMPLE_GEOMETRY}; {_OTHERS}")))
     broken = [row for row in rows if row.error]
     return 1 if broken and os.environ.get("KVPORT_STRICT_PLUGINS") == "1" else 0
 
@@ -64,19 +78,32 @@ def _verdict(row: Listing, device: DeviceListing) -> str:
 
 def _capability(found: Capability) -> Iterator[str]:
     yield from _field("  execution", f"{found.execution}, tensors on torch device {found.torch_device}")
-    yield from _field("  formats", ", ".join(f.format for f in found.formats if not f.reasons) or "none of the sample")
+    yield from _field("  formats", "  ".join(f.format for f in found.formats if not f.reasons) or "none of the sample")
+    refused: dict[str, list[FormatSupport]] = {}
     for answer in found.formats:
         if answer.reasons:
-            yield from _field("  refuses", f"{answer.format}: {'; '.join(answer.reasons)}")
+            refused.setdefault(_kind_of_refusal(answer), []).append(answer)
+    for alike in refused.values():  # the reasons of the first speak for all
+        yield from _field("  refuses", f"{'  '.join(a.format for a in alike)}: {'; '.join(alike[0].reasons)}")
     supported = [f for f in found.formats if not f.reasons]
     features = sorted({feature for answer in supported for feature in answer.features})
     everywhere = [feature for feature in features if all(feature in answer.features for answer in supported)]
     yield from _field("  features", ", ".join(f if f in everywhere else f"{f} (some formats)" for f in features))
     if history := [answer.format for answer in supported if answer.workspace == "history"]:
-        yield from _field("  memory", f"attend grows with the history for {', '.join(history)}")
+        yield from _field("  memory", f"attend grows with the history for {'  '.join(history)}")
     for kind in ("native", "inherited"):
         names = [name for name, how in found.operations.items() if how == kind]
         yield from _field(f"  {kind}", ", ".join(names) or "none")
+
+
+def _kind_of_refusal(answer: FormatSupport) -> str:
+    """The reasons with what only names the format taken out: equal where one reason has several formats."""
+    text = "; ".join(answer.reasons)
+    # By the look of the string: parsing it would need torch, without which there still is a listing.
+    sides = [re.sub(r"^(k|v|latent|rope)=", "", part) for part in answer.format.split(",")]
+    for name in sorted({answer.format, *sides, *(side.split(":")[0] for side in sides)}, key=len, reverse=True):
+        text = text.replace(name, "*")
+    return text
 
 
 def _field(label: str, text: str) -> list[str]:
