@@ -79,18 +79,23 @@ def _verdict(row: Listing, device: DeviceListing) -> str:
 def _capability(found: Capability) -> Iterator[str]:
     yield from _field("  execution", f"{found.execution}, tensors on torch device {found.torch_device}")
     yield from _field("  formats", "  ".join(f.format for f in found.formats if not f.reasons) or "none of the sample")
-    refused: dict[str, list[FormatSupport]] = {}
-    for answer in found.formats:
-        if answer.reasons:
-            refused.setdefault(_kind_of_refusal(answer), []).append(answer)
-    for alike in refused.values():  # the reasons of the first speak for all
+    refused: list[list[FormatSupport]] = []
+    for answer in (f for f in found.formats if f.reasons):
+        for alike in refused:
+            if answer.reasons == alike[0].reasons or _kind_of_refusal(answer) == _kind_of_refusal(alike[0]):
+                alike.append(answer)
+                break
+        else:
+            refused.append([answer])
+    for alike in refused:  # the reasons of the first speak for all
         yield from _field("  refuses", f"{'  '.join(a.format for a in alike)}: {'; '.join(alike[0].reasons)}")
     supported = [f for f in found.formats if not f.reasons]
     features = sorted({feature for answer in supported for feature in answer.features})
     everywhere = [feature for feature in features if all(feature in answer.features for answer in supported)]
     yield from _field("  features", ", ".join(f if f in everywhere else f"{f} (some formats)" for f in features))
     if history := [answer.format for answer in supported if answer.workspace == "history"]:
-        yield from _field("  memory", f"attend grows with the history for {'  '.join(history)}")
+        which = "every format" if len(history) == len(supported) else "  ".join(history)
+        yield from _field("  memory", f"attend grows with the history for {which}")
     for kind in ("native", "inherited"):
         names = [name for name, how in found.operations.items() if how == kind]
         yield from _field(f"  {kind}", ", ".join(names) or "none")

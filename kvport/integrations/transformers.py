@@ -1,11 +1,11 @@
-"""``past_key_values=`` for Hugging Face transformers: a cache whose history lives in kvport's quantized pages.
+"""``cache=`` for Hugging Face transformers: a cache whose history lives in kvport's quantized pages.
 
 ::
 
     from kvport.integrations.transformers import KVPortCache
 
     cache = KVPortCache(model.config, "cpu", format="int8")
-    model.generate(**inputs, past_key_values=cache)
+    model.generate(**inputs, cache=cache)
 
 This is the dequantizing seam: a layer's new K and V are appended to pages, and the model's own attention gets the
 whole history back, decoded. It runs under every attention implementation, and stores little; it does not save the
