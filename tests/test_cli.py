@@ -133,7 +133,7 @@ def test_the_sample_has_some_of_every_family() -> None:
         "token", "group", "channel_group", "tensor", "channel", "block"
     }  # fmt: skip
     assert all(any(getattr(fmt, part) for fmt in formats) for part in ("sink", "recent", "near", "rope", "rotate"))
-    assert all(any(getattr(fmt.key, part) for fmt in formats) for part in ("outliers", "static"))
+    assert all(any(getattr(fmt.key, part) for fmt in formats) for part in ("outliers", "sparse", "static"))
     assert not all(fmt.key.symmetric for fmt in formats)
     assert CacheFormat.parse("kivi2") in formats
 
