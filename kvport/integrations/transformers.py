@@ -115,7 +115,7 @@ class KVPortCache(Cache):  # type: ignore[misc]  # transformers is not typed
         scales: Mapping[int, LayerScales] | None = None,
     ) -> None:
         if tokens is not None:
-            whole_number("tokens, where it is not None for a cache that grows,", tokens, 1)
+            whole_number("tokens", tokens, 1)  # None: a cache that grows
         kinds = _layer_types(config)
         stored = [number for number, kind in enumerate(kinds) if kind != _EMPTY]
         specs = tuple(_geometry(config, stored) if layers is None else layers)
