@@ -20,6 +20,7 @@ from kvport.formats import TensorFormat
 from kvport.layout import GroupLayout
 from kvport.scales import LayerScales, SideScales
 from kvport_cpu.base import TorchBackend
+from kvport_triton.kernels import attend, decode, encode, numerics, stage
 from kvport_triton.kernels.attend import CODES, EXACT, NATIVE, attend_kernel, merge_kernel
 from kvport_triton.kernels.decode import decode_kernel
 from kvport_triton.kernels.encode import append_kernel, begin_pages_kernel
@@ -27,11 +28,13 @@ from kvport_triton.kernels.stage import stage_kernel
 from kvport_triton.planning import Launch, Prepared, Staged, prepare
 from kvport_triton.sides import DTYPE_NUMBER, Side, bits_view, sides
 from kvport_triton.store import TritonStore, private_dtype, private_shape, to_private
-from kvport_triton.tuning import INTERPRETED_PROCESSORS, MOST_VERIFY, Mode, Tuning, tuning
+from kvport_triton.tuning import INTERPRETED_PROCESSORS, MOST_VERIFY, Mode, Tuning, interpreted, tuning
 
 PAGE_SIZES: Final = (16, 32, 64, 128, 256)
 MOST_GROUP: Final = 16
 DIMS: Final = range(16, 257)
+#: The window of a layer without one: no position is that far from another.
+WIDEST: Final = 1 << 30
 POISON: Final = "poison"  # the name of the flag buffer beside the planes
 #: Channels a merge program takes, and partials it reads at a time.
 MERGE_CHANNELS: Final = 64
@@ -44,6 +47,10 @@ class TritonBackend(TorchBackend):
     """Triton kernels on an NVIDIA GPU, or in Triton's interpreter."""
 
     name: ClassVar[str] = "triton"
+    #: Whether the interpreter checks every integer operation of the kernels for overflow, a quarter of its time.
+    check_overflow: bool = False
+    #: Rows a program of append encodes; None: chosen by the number of rows.
+    append_block: int | None = None
     #: Query tokens of a sequence from which its prefill over codes is worth decoding each page once (bf16 only).
     stage_from: int = 256
     #: Bytes of the scratch that a run of pages is decoded into: about the L2 of a large GPU.
@@ -52,6 +59,10 @@ class TritonBackend(TorchBackend):
     def __init__(self, device: str, torch_device: torch.device, *, interpreted: bool) -> None:
         super().__init__(device, torch_device)
         self.interpreted = interpreted
+        if interpreted:
+            from kvport_triton.interpreter import quicken
+
+            quicken(attend, decode, encode, numerics, stage)
         self.execution: Execution = "interpreter" if interpreted else "hardware"
         self.processors = (
             INTERPRETED_PROCESSORS
@@ -114,8 +125,7 @@ class TritonBackend(TorchBackend):
                 begin_pages_kernel[(triton.cdiv(tokens, 1024),)](
                     flags, slots, tokens, PAGE=layout.page_size, BLOCK=1024
                 )
-            # Short steps spread over the processors; long ones encode runs that fill whole sectors of a page.
-            block = min(layout.page_size, 32) if tokens >= 2048 or self.interpreted else 8
+            block = self.append_block or _append_block(tokens, layout.page_size, self.interpreted)
             arguments: list[Any] = []
             constants: dict[str, Any] = {}
             for side, name, prefix, rows in zip(sides(layout), ("key", "value"), "KV", (key, value), strict=True):
@@ -248,7 +258,7 @@ class TritonBackend(TorchBackend):
         tuned = self._tuning(layout, launch.kind, mode, group, launch.row_count // group)
         tuned = replace(tuned, tile=launch.shape.tile)
         key, value = sides(layout)
-        part_out, part_lse = self._scratch(plan.private, launch, layout, out, lse)
+        part_out, part_lse = self._scratch(plan.private, launch, layout, lse)
         table = plan.device.page_table
         arguments: list[Any] = [query.detach(), *query.stride()]
         for name in ("key", "value"):
@@ -256,12 +266,10 @@ class TritonBackend(TorchBackend):
             static = _static(store.scales[layer], name)
             arguments += [codes, *self._scales(store, layer, name), *self._static(static, codes)]
         sink = lse if sinks is None else sinks.to(self.torch_device, torch.float32)
-        arguments += [table, table.shape[1], launch.items, out, lse, part_out, part_lse, sink, query.shape[1]]
+        arguments += [table, table.shape[1], launch.items, out, lse, part_out, part_lse, sink]
+        arguments += [int(sinks is not None), query.shape[1], layout.kv_heads, group]
         shared = {
-            "HEADS": layout.kv_heads,
             "SOFTCAP": softcap is not None,
-            "SINK": sinks is not None,
-            "GROUP": group,
             "T": tuned.tile,
             "PAGE": layout.page_size,
             "STAGES": tuned.stages,
@@ -279,12 +287,10 @@ class TritonBackend(TorchBackend):
             )  # fmt: skip
         else:
             attend_kernel[grid](
-                *arguments, layout.window or 0, float(scale), float(softcap or 1.0),
+                *arguments, launch.row_count, layout.window or WIDEST, float(scale), float(softcap or 1.0),
                 MODE=_MODE_NUMBER[mode],
                 MASK_ROWS=launch.kind != "decode",
                 CONTINUES=False,
-                WINDOW=layout.window is not None,
-                ROWS=launch.row_count,
                 M=max(16, triton.next_power_of_2(launch.row_count)),
                 **shared, **key.constants("K"), **value.constants("V"),
             )  # fmt: skip
@@ -292,9 +298,9 @@ class TritonBackend(TorchBackend):
             channels = min(MERGE_CHANNELS, triton.next_power_of_2(layout.value_dim))
             rows = launch.row_count * triton.cdiv(layout.value_dim, channels)
             merge_kernel[(launch.block_count, layout.kv_heads, rows)](
-                launch.blocks, part_out, part_lse, out, lse, sink, layout.kv_heads, query.shape[1],
-                SINK=sinks is not None, GROUP=group, ROWS=launch.row_count, DIM=layout.value_dim, CHANNELS=channels,
-                SPLITS=MERGE_SPLITS, num_warps=4,
+                launch.blocks, part_out, part_lse, out, lse, sink, int(sinks is not None), layout.kv_heads,
+                query.shape[1], group, launch.row_count,
+                DIM=layout.value_dim, CHANNELS=channels, SPLITS=MERGE_SPLITS, num_warps=4,
             )  # fmt: skip
 
     def _staged(
@@ -329,22 +335,18 @@ class TritonBackend(TorchBackend):
         for run in staged.runs:
             stage_kernel[(staged.columns * layout.page_size // block, layout.kv_heads, 2)](
                 *arguments, bits_view(keys), bits_view(values), table, table.shape[1], run.sequence, run.first_column,
-                staged.columns, HEADS=layout.kv_heads, PAGE=layout.page_size, BT=block,
+                staged.columns, layout.kv_heads, PAGE=layout.page_size, BT=block,
                 **key.constants("K"), **value.constants("V"),
             )  # fmt: skip
             attend_kernel[(run.item_count * layout.kv_heads,)](
                 query.detach(), *query.stride(), keys, keys, keys, keys, keys, values, values, values, values, values,
-                staged.table, staged.table.shape[0], run.items, out, lse, part_out, part_lse, sink, query.shape[1],
-                layout.window or 0, float(scale), float(softcap or 1.0),
-                HEADS=layout.kv_heads,
+                staged.table, staged.table.shape[0], run.items, out, lse, part_out, part_lse, sink,
+                int(sinks is not None), query.shape[1], layout.kv_heads, group, staged.row_count,
+                layout.window or WIDEST, float(scale), float(softcap or 1.0),
                 MODE=_MODE_NUMBER["native"],
                 MASK_ROWS=True,
                 CONTINUES=True,
-                WINDOW=layout.window is not None,
                 SOFTCAP=softcap is not None,
-                SINK=sinks is not None,
-                GROUP=group,
-                ROWS=staged.row_count,
                 M=max(16, triton.next_power_of_2(staged.row_count)),
                 T=tuned.tile,
                 PAGE=layout.page_size,
@@ -413,8 +415,12 @@ class TritonBackend(TorchBackend):
     # -- inside --------------------------------------------------------------------------------------------------
 
     def _on_device(self) -> Any:
-        """Triton launches on torch's current device; the interpreter computes with numpy, which warns of infinities."""
-        return np.errstate(all="ignore") if self.interpreted else torch.cuda.device(self.torch_device)
+        """Around launches: Triton takes torch's current device."""
+        if not self.interpreted:
+            return torch.cuda.device(self.torch_device)
+        from kvport_triton.interpreter import launching
+
+        return launching(check_overflow=self.check_overflow)
 
     def _mode(self, layout: GroupLayout, query: torch.dtype) -> Mode:
         """How products are made; see :mod:`kvport_triton.kernels.attend`."""
@@ -428,6 +434,8 @@ class TritonBackend(TorchBackend):
         return "exact"
 
     def _tuning(self, layout: GroupLayout, kind: str, mode: Mode, group: int, tokens: int) -> Tuning:
+        if self.interpreted:
+            return interpreted(kind, group, tokens)
         bits = max(layout.format.key.bits, layout.format.value.bits)
         return tuning(kind, mode, dim=max(layout.key_dim, layout.value_dim), bits=bits, group=group, most_tokens=tokens)
 
@@ -447,11 +455,11 @@ class TritonBackend(TorchBackend):
         return prepared.others[key]
 
     def _scratch(
-        self, prepared: Prepared, launch: Launch, layout: GroupLayout, out: Tensor, lse: Tensor
+        self, prepared: Prepared, launch: Launch, layout: GroupLayout, lse: Tensor
     ) -> tuple[Tensor, Tensor]:
         """Partials of one launch: float32 output and base-2 LSE, shared by all layers (they run in stream order)."""
         if launch.partials == 0:
-            return out, lse
+            return lse, lse  # never touched; of the dtype that partials have, so that both run the same kernel
         if launch.kind not in prepared.scratch:
             rows = launch.partials * layout.kv_heads * launch.row_count
             prepared.scratch[launch.kind] = (
@@ -530,6 +538,14 @@ def _unmet(layout: GroupLayout) -> list[str]:
         if fmt.sparse:
             found.append(f"{name} sparse={fmt.sparse}: sparse outliers are not supported, the rest of {fmt} is")
     return found
+
+
+def _append_block(tokens: int, page_size: int, interpreted: bool) -> int:
+    """Rows a program of append encodes, a power of two."""
+    if interpreted:  # it pays per program
+        return min(512, triton.next_power_of_2(tokens))
+    # Short steps spread over the processors; long ones encode runs that fill whole sectors of a page.
+    return min(page_size, 32) if tokens >= 2048 else 8
 
 
 def _has_flags(layout: GroupLayout) -> bool:

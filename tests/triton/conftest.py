@@ -35,7 +35,9 @@ def backend():  # type: ignore[no-untyped-def]  # the type's module must not be 
     pytest.importorskip("triton", exc_type=ImportError) if DEVICE != "cpu" else _installed()
     from kvport_triton.availability import load
 
-    return load(DEVICE)
+    loaded = load(DEVICE)
+    loaded.check_overflow = True
+    return loaded
 
 
 def _installed() -> None:

@@ -105,8 +105,13 @@ def test_odd_dims(backend: Backend, dim: int) -> None:
 
 
 @pytest.mark.parametrize("page_size", [16, 64, 256])
-def test_runs_of_whole_pages(backend: Backend, page_size: int) -> None:
-    """Consecutive slots take the store path for aligned runs; one split of the same rows gives the same bytes."""
+@pytest.mark.parametrize("block", [8, 16, 64])
+def test_runs_of_whole_pages(
+    backend: Backend, page_size: int, block: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Consecutive slots take the store path for aligned runs; one split of the same rows gives the same bytes, and so
+    does any number of rows a program, also more than a page has."""
+    monkeypatch.setattr(backend, "append_block", block)
     layout = layout_of("int8", dim=16, heads=1, page_size=page_size)
     tokens = 2 * page_size + 5
     key, value = rows(torch.float32, tokens, 1, 16)

@@ -189,7 +189,7 @@ def _weigh_floats(weights, value, acc, seen, PARTLY: tl.constexpr, IEEE: tl.cons
 
 @triton.jit
 def _largest_scale(
-    S, table, h, HEADS: tl.constexpr, begin, end, PAGE: tl.constexpr, GROUPS: tl.constexpr, SCALE: tl.constexpr,
+    S, table, h, heads, begin, end, PAGE: tl.constexpr, GROUPS: tl.constexpr, SCALE: tl.constexpr,
     INTERP: tl.constexpr,
 ):
     """The largest scale of the tokens begin .. end-1 (NaN left out), at least SMALLEST_TOP."""
@@ -199,7 +199,7 @@ def _largest_scale(
     for first in tl.range(begin, end, BLOCK, num_stages=3):
         token = first + i
         page = tl.load(table + token // PAGE, mask=token < end, other=0)
-        base = page.to(tl.int64) * HEADS + h
+        base = page.to(tl.int64) * heads + h
         for g in tl.static_range(GROUPS):
             where = (base * GROUPS + g) * PAGE + token % PAGE
             largest = _larger(largest, load_scale(S + where, token < end, SCALE), INTERP)
@@ -210,7 +210,7 @@ def _largest_scale(
 def _tile(
     t, top, m, l, a0, a1, a2, a3, z0, z1, z2, z3, q0, q1, q2, q3, b0, b1, b2, b3, c0, c1, c2, c3,
     row_constant, rs, softcap, reference,
-    K, KS, KZ, K_STATIC_S, K_STATIC_Z, V, VS, VZ, V_STATIC_S, V_STATIC_Z, TABLE, table_columns, h, HEADS: tl.constexpr,
+    K, KS, KZ, K_STATIC_S, K_STATIC_Z, V, VS, VZ, V_STATIC_S, V_STATIC_Z, TABLE, table_columns, h, heads,
     start, end, first, last,
     MODE: tl.constexpr, WHOLE: tl.constexpr, PARTLY: tl.constexpr, SOFTCAP: tl.constexpr, T: tl.constexpr,
     M: tl.constexpr, PAGE: tl.constexpr, INTERP: tl.constexpr,
@@ -233,7 +233,7 @@ def _tile(
         column = t // (PAGE // T) + i * 0
         offset = (t % (PAGE // T)) * T + i
     page = tl.load(TABLE + column, mask=column < table_columns, other=0)
-    base = page.to(tl.int64) * HEADS + h
+    base = page.to(tl.int64) * heads + h
     position = t * T + i
     stored = (position >= start) & (position < end)
     seen = stored[None, :]
@@ -437,23 +437,26 @@ def _with_sink(lse, sink):
     return total, tl.where(lse == NEGATIVE_INFINITY, 0.0, tl.exp2(lse - total))
 
 
-@triton.jit(do_not_specialize=["table_columns", "query_heads", "window"])
+@triton.jit(do_not_specialize=["table_columns", "query_heads", "heads", "group", "row_count", "sinks", "window"])
 def attend_kernel(
     Q, q_token, q_head, q_dim,
     K, KS, KZ, K_STATIC_S, K_STATIC_Z, V, VS, VZ, V_STATIC_S, V_STATIC_Z,
-    TABLE, table_columns, ITEMS, OUT, LSE, PART_OUT, PART_LSE, SINKS, query_heads, window, scale, softcap,
-    HEADS: tl.constexpr, MODE: tl.constexpr, MASK_ROWS: tl.constexpr, CONTINUES: tl.constexpr, WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr, SINK: tl.constexpr,
-    GROUP: tl.constexpr, ROWS: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAGE: tl.constexpr,
+    TABLE, table_columns, ITEMS, OUT, LSE, PART_OUT, PART_LSE, SINKS, sinks, query_heads, heads, group,
+    row_count, window, scale, softcap,
+    MODE: tl.constexpr, MASK_ROWS: tl.constexpr, CONTINUES: tl.constexpr, SOFTCAP: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAGE: tl.constexpr,
     STAGES: tl.constexpr, INTERP: tl.constexpr,
     K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_PER_BYTE: tl.constexpr, K_QUANTIZED: tl.constexpr,
     K_SYMMETRIC: tl.constexpr, K_GROUPS: tl.constexpr, K_STATIC: tl.constexpr, K_SCALE: tl.constexpr,
     V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_PER_BYTE: tl.constexpr, V_QUANTIZED: tl.constexpr,
     V_SYMMETRIC: tl.constexpr, V_GROUPS: tl.constexpr, V_STATIC: tl.constexpr, V_SCALE: tl.constexpr,
 ):
-    """Grid: (items * KV heads,), heads fastest. ``M`` >= ``ROWS`` = query tokens of a tile * ``GROUP`` heads."""
-    h = tl.program_id(0) % HEADS
-    item = ITEMS + (tl.program_id(0) // HEADS) * ITEM_FIELDS
+    """Grid: (items * KV heads,), heads fastest. ``M`` >= ``row_count`` = query tokens of a tile * ``group`` heads.
+
+    ``window`` is in tokens, WIDEST where there is none. What costs nothing at run time is no constant: fewer kernels to
+    compile.
+    """
+    h = tl.program_id(0) % heads
+    item = ITEMS + (tl.program_id(0) // heads) * ITEM_FIELDS
     sequence = tl.load(item)
     row = tl.load(item + 1)
     tokens = tl.load(item + 2)
@@ -466,15 +469,12 @@ def attend_kernel(
     part = tl.load(item + 9)
 
     r = tl.arange(0, M)
-    token = r // GROUP
-    live = (token < tokens) & (r < ROWS)
+    token = r // group
+    live = (token < tokens) & (r < row_count)
     rows = row + tl.where(live, token, 0)
-    q_heads = h * GROUP + r % GROUP
+    q_heads = h * group + r % group
     last = query_position + token
-    if WINDOW:
-        first = last - window
-    else:
-        first = tl.full([M], -1, tl.int32)
+    first = last - window
 
     # The query: sign of the scale folded in; in CODES mode scaled per row by a power of two into float16's range.
     K_SLICED: tl.constexpr = K_GROUPS if MODE == CODES else 1
@@ -603,23 +603,21 @@ def attend_kernel(
 
     table = TABLE + sequence.to(tl.int64) * table_columns
     # Tiles that every row sees whole, without any masking; then those at the ends, before and after them.
-    lowest = start
-    if WINDOW:
-        lowest = tl.maximum(start, query_position + tokens - window)
+    lowest = tl.maximum(start, query_position + tokens - window)
     whole_first = tl.minimum(tl.maximum((lowest + T - 1) // T, tile_first), tile_end)
     whole_end = tl.minimum(tl.maximum(tl.minimum(query_position + 1, end) // T, whole_first), tile_end)
     reference = SMALLEST_TOP
     if SCANNED:
         if K_SYMMETRIC and COARSE:
-            reference = _largest_scale(KS, table, h, HEADS, whole_first * T, whole_end * T, PAGE, K_GROUPS, K_SCALE,
+            reference = _largest_scale(KS, table, h, heads, whole_first * T, whole_end * T, PAGE, K_GROUPS, K_SCALE,
                                        INTERP)
         if V_SYMMETRIC:
-            top = _largest_scale(VS, table, h, HEADS, whole_first * T, whole_end * T, PAGE, V_GROUPS, V_SCALE, INTERP)
+            top = _largest_scale(VS, table, h, heads, whole_first * T, whole_end * T, PAGE, V_GROUPS, V_SCALE, INTERP)
     for t in tl.range(whole_first, whole_end, num_stages=STAGES):
         top, m, l, a0, a1, a2, a3, z0, z1, z2, z3 = _tile(
             t, top, m, l, a0, a1, a2, a3, z0, z1, z2, z3, q0, q1, q2, q3, b0, b1, b2, b3, c0, c1, c2, c3,
             row_constant, rs, softcap, reference,
-            K, KS, KZ, K_STATIC_S, K_STATIC_Z, V, VS, VZ, V_STATIC_S, V_STATIC_Z, table, table_columns, h, HEADS,
+            K, KS, KZ, K_STATIC_S, K_STATIC_Z, V, VS, VZ, V_STATIC_S, V_STATIC_Z, table, table_columns, h, heads,
             start, end, first, last, MODE, True, MASK_ROWS, SOFTCAP, T, M, PAGE, INTERP,
             K_DIM, K_BITS, K_PER_BYTE, K_QUANTIZED, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE,
             V_DIM, V_BITS, V_PER_BYTE, V_QUANTIZED, V_SYMMETRIC, V_GROUPS, V_STATIC, V_SCALE, GAIN, COARSE, SCANNED,
@@ -630,7 +628,7 @@ def attend_kernel(
         top, m, l, a0, a1, a2, a3, z0, z1, z2, z3 = _tile(
             t, top, m, l, a0, a1, a2, a3, z0, z1, z2, z3, q0, q1, q2, q3, b0, b1, b2, b3, c0, c1, c2, c3,
             row_constant, rs, softcap, reference,
-            K, KS, KZ, K_STATIC_S, K_STATIC_Z, V, VS, VZ, V_STATIC_S, V_STATIC_Z, table, table_columns, h, HEADS,
+            K, KS, KZ, K_STATIC_S, K_STATIC_Z, V, VS, VZ, V_STATIC_S, V_STATIC_Z, table, table_columns, h, heads,
             start, end, first, last, MODE, False, MASK_ROWS, SOFTCAP, T, M, PAGE, INTERP,
             K_DIM, K_BITS, K_PER_BYTE, K_QUANTIZED, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE,
             V_DIM, V_BITS, V_PER_BYTE, V_QUANTIZED, V_SYMMETRIC, V_GROUPS, V_STATIC, V_SCALE, GAIN, COARSE, SCANNED,
@@ -643,7 +641,7 @@ def attend_kernel(
     if MODE == CODES and V_STATIC == 0:
         factor = per_weight * top
     row_out = rows.to(tl.int64) * query_heads + q_heads
-    row_part = (part.to(tl.int64) * HEADS + h) * ROWS + r
+    row_part = (part.to(tl.int64) * heads + h) * row_count + r
     whole = splits == 1
     if CONTINUES:
         # One of several launches over the same rows: 2 begins the running result, 3 and 4 merge with it, 4 ends it.
@@ -657,10 +655,9 @@ def attend_kernel(
         mine = tl.exp2(lse - safe)
         theirs = tl.exp2(old - safe)
         lse = both
-    if SINK:
-        last_part = live & (tl.where(whole, 1, 0) + r * 0 == 1)
-        sink = tl.load(SINKS + q_heads, mask=last_part, other=NEGATIVE_INFINITY).to(tl.float32) * LOG2_E
-        lse, shift = _with_sink(lse, sink)  # a sink of -inf, as partials get, changes nothing
+    last_part = live & (tl.where(whole, 1, 0) + r * 0 == 1) & (sinks + r * 0 != 0)
+    sink = tl.load(SINKS + q_heads, mask=last_part, other=NEGATIVE_INFINITY).to(tl.float32) * LOG2_E
+    lse, shift = _with_sink(lse, sink)  # a sink of -inf, as partials get, changes nothing
     if whole:
         tl.store(LSE + row_out, lse * LN_2, mask=live)
     else:
@@ -684,19 +681,17 @@ def attend_kernel(
         if CONTINUES:
             kept = tl.load(PART_OUT + row_part[:, None] * V_DIM + e[None, :], mask=inside & begun[:, None], other=0.0)
             value = value * mine[:, None] + kept * theirs[:, None]
-        if SINK:
-            value = value * shift[:, None]
+        value = value * shift[:, None]
         if whole:
             tl.store(OUT + row_out[:, None] * V_DIM + e[None, :], value.to(OUT.dtype.element_ty), mask=inside)
         else:
             tl.store(PART_OUT + row_part[:, None] * V_DIM + e[None, :], value, mask=inside)
 
 
-@triton.jit(do_not_specialize=["heads", "query_heads"])
+@triton.jit(do_not_specialize=["sinks", "heads", "query_heads", "group", "row_count"])
 def merge_kernel(
-    BLOCKS, PART_OUT, PART_LSE, OUT, LSE, SINKS, heads, query_heads,
-    SINK: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr, DIM: tl.constexpr, CHANNELS: tl.constexpr,
-    SPLITS: tl.constexpr,
+    BLOCKS, PART_OUT, PART_LSE, OUT, LSE, SINKS, sinks, heads, query_heads, group, row_count,
+    DIM: tl.constexpr, CHANNELS: tl.constexpr, SPLITS: tl.constexpr,
 ):
     """Merge the partials of one row by their LSE. Grid: (blocks, KV heads, rows of a block * channel blocks).
 
@@ -706,8 +701,8 @@ def merge_kernel(
     block = BLOCKS + tl.program_id(0) * BLOCK_FIELDS
     r = tl.program_id(2) // PARTS
     h = tl.program_id(1)
-    if r // GROUP < tl.load(block + 1):
-        row = tl.load(block) + r // GROUP
+    if r // group < tl.load(block + 1):
+        row = tl.load(block) + r // group
         part = tl.load(block + 2).to(tl.int64)
         splits = tl.load(block + 3)
         e = (tl.program_id(2) % PARTS) * CHANNELS + tl.arange(0, CHANNELS)
@@ -717,7 +712,7 @@ def merge_kernel(
         out = tl.zeros([CHANNELS], tl.float32)
         for s in range(0, splits, SPLITS):
             inside = s + i < splits
-            address = ((part + s + i) * heads + h) * ROWS + r
+            address = ((part + s + i) * heads + h) * row_count + r
             lse = tl.load(PART_LSE + address, mask=inside, other=NEGATIVE_INFINITY)
             value = tl.load(
                 PART_OUT + address[:, None] * DIM + e[None, :], mask=inside[:, None] & (e < DIM)[None, :], other=0.0
@@ -734,10 +729,10 @@ def merge_kernel(
         divisor = tl.where(empty, 1.0, total)
         out = out / divisor
         lse_all = tl.where(empty, NEGATIVE_INFINITY, high + tl.log2(divisor))
-        q_head = h * GROUP + r % GROUP
-        if SINK:
-            lse_all, shift = _with_sink(lse_all, tl.load(SINKS + q_head).to(tl.float32) * LOG2_E)
-            out = out * shift
+        q_head = h * group + r % group
+        sink = tl.load(SINKS + q_head, mask=sinks != 0, other=NEGATIVE_INFINITY).to(tl.float32) * LOG2_E
+        lse_all, shift = _with_sink(lse_all, sink)
+        out = out * shift
         row_out = row.to(tl.int64) * query_heads + q_head
         tl.store(OUT + row_out * DIM + e, out.to(OUT.dtype.element_ty), mask=e < DIM)
         if tl.program_id(2) % PARTS == 0:

@@ -31,9 +31,9 @@ from kvport_triton.kernels.numerics import (
     decode_half,
     decode_subnormal,
     dot_add,
-    load_scale,
     pick,
     plane_gain,
+    read_scale,
     tanh,
 )
 
@@ -48,7 +48,7 @@ def _lifted(q, up, SLICE: tl.constexpr, BITS: tl.constexpr, PER_BYTE: tl.constex
 def _decode_tile(
     t, top, m, l, a0, a1, a2, a3, z0, z1, z2, z3, q0, q1, q2, q3, b0, b1, b2, b3, c0, c1, c2, c3,
     row_constant, rs, softcap,
-    K, KS, KZ, V, VS, VZ, TABLE, table_columns, h, HEADS: tl.constexpr, start, end,
+    K, KS, KZ, V, VS, VZ, TABLE, table_columns, heads, start, end,
     WHOLE: tl.constexpr, SOFTCAP: tl.constexpr, T: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
     INTERP: tl.constexpr,
     K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_PER_BYTE: tl.constexpr, K_SYMMETRIC: tl.constexpr,
@@ -56,7 +56,10 @@ def _decode_tile(
     V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_PER_BYTE: tl.constexpr, V_SYMMETRIC: tl.constexpr,
     V_GROUPS: tl.constexpr, V_STATIC: tl.constexpr, V_SCALE: tl.constexpr,
 ):
-    """One tile of ``T`` stored tokens, all of them seen where ``WHOLE``, else those from start to end."""
+    """One tile of ``T`` stored tokens, all of them seen where ``WHOLE``, else those from start to end.
+
+    K, V and their scales begin at the program's head; a page is ``heads`` times a head's run further.
+    """
     i = tl.arange(0, T)
     if T >= PAGE:
         column = t * (T // PAGE) + i // PAGE
@@ -68,14 +71,14 @@ def _decode_tile(
         page = tl.load(TABLE + column)
     else:
         page = tl.load(TABLE + column, mask=column < table_columns, other=0)
-    base = page.to(tl.int64) * HEADS + h
+    page = page.to(tl.int64)
     stored = (t * T + i >= start) & (t * T + i < end)
 
     # Scores (tokens, heads), up to the positive factor rs of each head.
     K_USED: tl.constexpr = K_DIM // (K_GROUPS * K_PER_BYTE)
     K_WIDTH: tl.constexpr = triton.next_power_of_2(K_USED)
     jk = tl.arange(0, K_WIDTH)
-    krow = (base * PAGE + offset) * (K_DIM // K_PER_BYTE)
+    krow = page * (heads * (PAGE * (K_DIM // K_PER_BYTE))) + offset * (K_DIM // K_PER_BYTE)
     for g in tl.static_range(K_GROUPS):
         address = K + krow[:, None] + (g * K_USED + jk)[None, :]
         if K_USED == K_WIDTH:
@@ -88,11 +91,11 @@ def _decode_tile(
             product = dot_add(decode_subnormal(code, p, K_BITS, INTERP),
                               pick(g * K_PER_BYTE + p, q0, q1, q2, q3), product, False, INTERP)
         if K_STATIC == 0:
-            where = (base * K_GROUPS + g) * PAGE + offset
-            ks = _kept(load_scale(KS + where, where >= 0, K_SCALE), stored, WHOLE)
+            where = page * (heads * (K_GROUPS * PAGE)) + g * PAGE + offset
+            ks = _kept(read_scale(KS + where, K_SCALE), stored, WHOLE)
             product = product * ks[:, None]
             if not K_SYMMETRIC:
-                kz = _kept(load_scale(KZ + where, where >= 0, K_SCALE), stored, WHOLE)
+                kz = _kept(read_scale(KZ + where, K_SCALE), stored, WHOLE)
                 kz = kz + ks * 2.0 ** (K_BITS - 1)
                 product = product + pick(g, c0, c1, c2, c3)[None, :] * kz[:, None]
         if g == 0:
@@ -121,11 +124,18 @@ def _decode_tile(
     V_USED: tl.constexpr = V_DIM // (V_GROUPS * V_PER_BYTE)
     V_WIDTH: tl.constexpr = triton.next_power_of_2(V_USED)
     jv = tl.arange(0, V_WIDTH)
+    if PAGE == 16 and T > PAGE:
+        columns = t * (T // PAGE) + tl.arange(0, T // PAGE)
+        if WHOLE:
+            pages = tl.load(TABLE + columns)
+        else:
+            pages = tl.load(TABLE + columns, mask=columns < table_columns, other=0)
+        page_starts = pages.to(tl.int64) * (heads * (V_DIM // V_PER_BYTE * PAGE))
     if V_STATIC == 0:
         peak = tl.zeros([T], tl.float32)
         for g in tl.static_range(V_GROUPS):
-            where = (base * V_GROUPS + g) * PAGE + offset
-            vs = _kept(load_scale(VS + where, where >= 0, V_SCALE), stored, WHOLE)
+            where = page * (heads * (V_GROUPS * PAGE)) + g * PAGE + offset
+            vs = _kept(read_scale(VS + where, V_SCALE), stored, WHOLE)
             peak = _larger(peak, vs, INTERP)
         higher = tl.maximum(top, tl.max(peak, 0))
         inverse = 1.0 / higher
@@ -134,18 +144,28 @@ def _decode_tile(
     else:
         rescale = shrink
     for g in tl.static_range(V_GROUPS):
-        address = V + base[None, :] * (V_DIM // V_PER_BYTE * PAGE) + (g * V_USED + jv)[:, None] * PAGE + offset[None, :]
-        if V_USED == V_WIDTH:
+        vrow = page * (heads * (V_DIM // V_PER_BYTE * PAGE)) + offset
+        address = V + vrow[None, :] + ((g * V_USED + jv) * PAGE)[:, None]
+        if PAGE == 16 and T > PAGE and V_USED == V_WIDTH:
+            # By the addresses above a warp would take 16 bytes of each of eight pages, and half lines at that. A page
+            # of one head is one run of memory: read as such, a warp takes 512 bytes of one page, and the tile lies in
+            # shared memory as the tensor cores read it. Longer pages fill their lines by the addresses above.
+            run = tl.load(
+                V + page_starts[:, None] + (g * V_USED * PAGE + tl.arange(0, V_WIDTH * PAGE))[None, :]
+            )
+            cube = tl.reshape(run, (T // PAGE, V_WIDTH, PAGE))
+            code = tl.reshape(tl.permute(cube, (1, 0, 2)), (V_WIDTH, T))
+        elif V_USED == V_WIDTH:
             code = tl.load(address)
         else:
             code = tl.load(address, mask=(jv < V_USED)[:, None], other=0)
         if V_STATIC == 0:
-            where = (base * V_GROUPS + g) * PAGE + offset
-            vs = _kept(load_scale(VS + where, where >= 0, V_SCALE), stored, WHOLE)
+            where = page * (heads * (V_GROUPS * PAGE)) + g * PAGE + offset
+            vs = _kept(read_scale(VS + where, V_SCALE), stored, WHOLE)
             w16 = (weights * (vs * inverse)[:, None]).to(tl.float16)
             if not V_SYMMETRIC:
                 # As in attend: both parts of scale * code + zero carry the same rounded weight.
-                vz = _kept(load_scale(VZ + where, where >= 0, V_SCALE), stored, WHOLE)
+                vz = _kept(read_scale(VZ + where, V_SCALE), stored, WHOLE)
                 vz = vz + vs * 2.0 ** (V_BITS - 1)
                 ratio = tl.where(vs > 0.0, vz / tl.where(vs > 0.0, vs * inverse, 1.0), 0.0)
                 wide = w16.to(tl.float32)
@@ -175,22 +195,25 @@ def _decode_tile(
     return top, new, l, a0, a1, a2, a3, z0, z1, z2, z3
 
 
-@triton.jit(do_not_specialize=["table_columns", "query_heads"])
+@triton.jit(do_not_specialize=["table_columns", "query_heads", "heads", "group", "sinks"])
 def decode_kernel(
     Q, q_token, q_head, q_dim,
     K, KS, KZ, K_STATIC_S, K_STATIC_Z, V, VS, VZ, V_STATIC_S, V_STATIC_Z,
-    TABLE, table_columns, ITEMS, OUT, LSE, PART_OUT, PART_LSE, SINKS, query_heads, scale, softcap,
-    HEADS: tl.constexpr, SOFTCAP: tl.constexpr, SINK: tl.constexpr,
-    GROUP: tl.constexpr, N: tl.constexpr, T: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr,
+    TABLE, table_columns, ITEMS, OUT, LSE, PART_OUT, PART_LSE, SINKS, sinks, query_heads, heads, group, scale,
+    softcap,
+    SOFTCAP: tl.constexpr, N: tl.constexpr, T: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr,
     INTERP: tl.constexpr,
     K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_PER_BYTE: tl.constexpr, K_SYMMETRIC: tl.constexpr,
     K_GROUPS: tl.constexpr, K_STATIC: tl.constexpr, K_SCALE: tl.constexpr,
     V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_PER_BYTE: tl.constexpr, V_SYMMETRIC: tl.constexpr,
     V_GROUPS: tl.constexpr, V_STATIC: tl.constexpr, V_SCALE: tl.constexpr,
 ):
-    """Grid: (items * KV heads,), heads fastest. ``N`` >= 8 and >= ``GROUP`` columns of query heads."""
-    h = tl.program_id(0) % HEADS
-    item = ITEMS + (tl.program_id(0) // HEADS) * ITEM_FIELDS
+    """Grid: (items * KV heads,), heads fastest. ``N`` >= 8 and >= ``group`` columns of query heads.
+
+    What costs nothing at run time (heads, group, whether there are sinks) is no constant: fewer kernels to compile.
+    """
+    h = tl.program_id(0) % heads
+    item = ITEMS + (tl.program_id(0) // heads) * ITEM_FIELDS
     sequence = tl.load(item)
     row = tl.load(item + 1)
     start = tl.load(item + 4)
@@ -201,8 +224,8 @@ def decode_kernel(
     part = tl.load(item + 9)
 
     r = tl.arange(0, N)
-    live = r < GROUP
-    q_heads = h * GROUP + tl.where(live, r, 0)
+    live = r < group
+    q_heads = h * group + tl.where(live, r, 0)
     K_USED: tl.constexpr = K_DIM // (K_GROUPS * K_PER_BYTE)
     K_WIDTH: tl.constexpr = triton.next_power_of_2(K_USED)
     K_SLICES: tl.constexpr = K_GROUPS * K_PER_BYTE
@@ -308,12 +331,22 @@ def decode_kernel(
     z3 = zero_row
 
     table = TABLE + sequence.to(tl.int64) * table_columns
+    K += h * (PAGE * (K_DIM // K_PER_BYTE))
+    V += h * (PAGE * (V_DIM // V_PER_BYTE))
+    if K_STATIC == 0:
+        KS += h * (K_GROUPS * PAGE)
+        if not K_SYMMETRIC:
+            KZ += h * (K_GROUPS * PAGE)
+    if V_STATIC == 0:
+        VS += h * (V_GROUPS * PAGE)
+        if not V_SYMMETRIC:
+            VZ += h * (V_GROUPS * PAGE)
     whole_first = tl.minimum(tl.maximum((start + T - 1) // T, tile_first), tile_end)
     whole_end = tl.minimum(tl.maximum(end // T, whole_first), tile_end)
     for t in tl.range(whole_first, whole_end, num_stages=STAGES):
         top, m, l, a0, a1, a2, a3, z0, z1, z2, z3 = _decode_tile(
             t, top, m, l, a0, a1, a2, a3, z0, z1, z2, z3, q0, q1, q2, q3, b0, b1, b2, b3, c0, c1, c2, c3,
-            row_constant, rs, softcap, K, KS, KZ, V, VS, VZ, table, table_columns, h, HEADS, start, end,
+            row_constant, rs, softcap, K, KS, KZ, V, VS, VZ, table, table_columns, heads, start, end,
             True, SOFTCAP, T, N, PAGE, INTERP,
             K_DIM, K_BITS, K_PER_BYTE, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE,
             V_DIM, V_BITS, V_PER_BYTE, V_SYMMETRIC, V_GROUPS, V_STATIC, V_SCALE,
@@ -323,7 +356,7 @@ def decode_kernel(
         t = tl.where(n < before, tile_first + n, whole_end + n - before)
         top, m, l, a0, a1, a2, a3, z0, z1, z2, z3 = _decode_tile(
             t, top, m, l, a0, a1, a2, a3, z0, z1, z2, z3, q0, q1, q2, q3, b0, b1, b2, b3, c0, c1, c2, c3,
-            row_constant, rs, softcap, K, KS, KZ, V, VS, VZ, table, table_columns, h, HEADS, start, end,
+            row_constant, rs, softcap, K, KS, KZ, V, VS, VZ, table, table_columns, heads, start, end,
             False, SOFTCAP, T, N, PAGE, INTERP,
             K_DIM, K_BITS, K_PER_BYTE, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE,
             V_DIM, V_BITS, V_PER_BYTE, V_SYMMETRIC, V_GROUPS, V_STATIC, V_SCALE,
@@ -336,12 +369,11 @@ def decode_kernel(
     if V_STATIC == 0:
         factor = per_weight * top
     whole = splits == 1
-    if SINK:
-        alone = live & (splits + r * 0 == 1)
-        sink = tl.load(SINKS + q_heads, mask=alone, other=NEGATIVE_INFINITY).to(tl.float32) * LOG2_E
-        lse, shift = _with_sink(lse, sink)  # a sink of -inf, as partials get, changes nothing
+    alone = live & (splits + r * 0 == 1) & (sinks + r * 0 != 0)
+    sink = tl.load(SINKS + q_heads, mask=alone, other=NEGATIVE_INFINITY).to(tl.float32) * LOG2_E
+    lse, shift = _with_sink(lse, sink)  # a sink of -inf, as partials get, changes nothing
     row_out = row.to(tl.int64) * query_heads + q_heads
-    row_part = (part.to(tl.int64) * HEADS + h) * GROUP + r
+    row_part = (part.to(tl.int64) * heads + h) * group + r
     if whole:
         tl.store(LSE + row_out, lse * LN_2, mask=live)
     else:
@@ -358,9 +390,7 @@ def decode_kernel(
                 value = value + (zeros + scales * 2.0 ** (V_BITS - 1))[:, None]
         elif not V_SYMMETRIC:
             value = value + (pick(n // V_PER_BYTE, z0, z1, z2, z3) * per_weight)[None, :]
-        value = tl.where(empty[None, :], 0.0, value)
-        if SINK:
-            value = value * shift[None, :]
+        value = tl.where(empty[None, :], 0.0, value) * shift[None, :]
         inside = live[None, :] & (jv < V_USED)[:, None]
         if whole:
             tl.store(OUT + row_out[None, :] * V_DIM + e[:, None], value.to(OUT.dtype.element_ty), mask=inside)

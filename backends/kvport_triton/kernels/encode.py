@@ -84,7 +84,8 @@ def _encode_side(
     offset = slots % PAGE
     # Whether the rows fill slots first .. first + BT - 1 of one page, beginning at a multiple of BT.
     first = tl.min(slots, 0)
-    run = tl.max(tl.abs(slots - first - tl.arange(0, BT)), 0) + first % BT + (BT - tl.sum(live.to(tl.int32), 0)) == 0
+    gaps = tl.max(tl.abs(slots - first - tl.arange(0, BT)), 0) + (BT - tl.sum(live.to(tl.int32), 0))
+    run = gaps + first % BT + PAGE % BT == 0
     N: tl.constexpr = DIM // GROUPS
     WIDTH: tl.constexpr = triton.next_power_of_2(N)
     BYTES: tl.constexpr = DIM // PER_BYTE

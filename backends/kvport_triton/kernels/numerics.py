@@ -164,6 +164,15 @@ def load_scale(pointer, mask, SCALE: tl.constexpr):
 
 
 @triton.jit
+def read_scale(pointer, SCALE: tl.constexpr):
+    """:func:`load_scale` of a place that is always there."""
+    if SCALE == FLOAT32:
+        return tl.load(pointer).to(tl.float32, bitcast=True)
+    else:
+        return widen_bits(tl.load(pointer).to(tl.int32) & 0xFFFF, SCALE)
+
+
+@triton.jit
 def scale_bits(raw, positive, SCALE: tl.constexpr):
     """The stored bits of a scale: cast, clamped to the dtype's normal numbers where the range is not zero."""
     if SCALE == FLOAT32:

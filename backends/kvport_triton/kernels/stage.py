@@ -32,11 +32,11 @@ def _interleave(a, b, c, d, PER_BYTE: tl.constexpr, BT: tl.constexpr, WIDTH: tl.
         return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (BT, 4 * WIDTH))
 
 
-@triton.jit(do_not_specialize=["first_column", "columns", "sequence", "table_columns"])
+@triton.jit(do_not_specialize=["first_column", "columns", "sequence", "table_columns", "heads"])
 def stage_kernel(
     K, KS, KZ, K_STATIC_S, K_STATIC_Z, V, VS, VZ, V_STATIC_S, V_STATIC_Z, KEYS, VALUES,
-    TABLE, table_columns, sequence, first_column, columns,
-    HEADS: tl.constexpr, PAGE: tl.constexpr, BT: tl.constexpr,
+    TABLE, table_columns, sequence, first_column, columns, heads,
+    PAGE: tl.constexpr, BT: tl.constexpr,
     K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_PER_BYTE: tl.constexpr, K_QUANTIZED: tl.constexpr,
     K_SYMMETRIC: tl.constexpr, K_GROUPS: tl.constexpr, K_STATIC: tl.constexpr, K_SCALE: tl.constexpr,
     V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_PER_BYTE: tl.constexpr, V_QUANTIZED: tl.constexpr,
@@ -54,8 +54,8 @@ def stage_kernel(
         page = tl.load(TABLE + sequence.to(tl.int64) * table_columns + column)
         i = tl.arange(0, BT)
         offset = (tl.program_id(0) % PARTS) * BT + i
-        base = page.to(tl.int64) * HEADS + h + i * 0
-        target = ((column % columns).to(tl.int64) * HEADS + h) * PAGE + offset
+        base = page.to(tl.int64) * heads + h + i * 0
+        target = ((column % columns).to(tl.int64) * heads + h) * PAGE + offset
         if tl.program_id(2) == 0:
             K_USED: tl.constexpr = K_DIM // K_PER_BYTE
             K_WIDTH: tl.constexpr = triton.next_power_of_2(K_USED)
