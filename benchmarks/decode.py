@@ -81,21 +81,24 @@ def main() -> None:
     parser.add_argument("--shapes", default=",".join(SHAPES))
     parser.add_argument("--formats", default=";".join(FORMATS), help="format strings, separated by semicolons")
     parser.add_argument("--pages", default="64,16")
+    parser.add_argument("--alone", action="store_true", help="without SDPA and the ceilings: pages against pages")
     parser.add_argument("--json", default="")
     given = parser.parse_args()
     backend = load("cuda:0")
     print(machine(), flush=True)
-    ceiling = ceilings()
+    ceiling = {} if given.alone else ceilings()
     print({name: round(value) for name, value in ceiling.items()}, flush=True)
-    top = max(value for name, value in ceiling.items() if name.startswith("read"))
+    top = max((value for name, value in ceiling.items() if name.startswith("read")), default=float("nan"))
     record: dict[str, Any] = {"ceilings_gbps": ceiling, "shapes": {}}
     for name in given.shapes.split(","):
-        best, base, every = sdpa(SHAPES[name])
-        torch.cuda.empty_cache()
-        print(f"{name:10s} sdpa {base.median:8.1f} us ({best}; { ({k: round(v, 1) for k, v in every.items()}) })")
-        cells = record["shapes"][name] = {
-            "sdpa": {"us": base.median, "backend": best, "replays": base.replays, "all": every}
-        }
+        cells = record["shapes"][name] = {}
+        reference = float("nan")
+        if not given.alone:
+            best, base, every = sdpa(SHAPES[name])
+            reference = base.median
+            torch.cuda.empty_cache()
+            print(f"{name:10s} sdpa {base.median:8.1f} us ({best}; { ({k: round(v, 1) for k, v in every.items()}) })")
+            cells["sdpa"] = {"us": base.median, "backend": best, "replays": base.replays, "all": every}
         for text in given.formats.split(";"):
             for page in map(int, given.pages.split(",")):
                 cell = kvport_cell(backend, text, page, SHAPES[name])
@@ -103,7 +106,7 @@ def main() -> None:
                 cells[f"{text} p{page}"] = cell
                 print(
                     f"{name:10s} {text:9s} p{page:<3d} {cell['us']:8.1f} us {cell['gbps']:6.0f} GB/s "
-                    f"{100 * cell['gbps'] / top:4.0f} % of read  {base.median / cell['us']:5.2f}x sdpa  "
+                    f"{100 * cell['gbps'] / top:4.0f} % of read  {reference / cell['us']:5.2f}x sdpa  "
                     f"err {cell['error']:.1e}  first call {cell['first_call_s']:.1f} s  "
                     f"{cell['programs']} programs, {cell['partials']} partials",
                     flush=True,

@@ -11,9 +11,9 @@ Words used below: S sequences, T packed query tokens, P page size, D key_dim, E 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -261,6 +261,18 @@ class Backend(ABC):
 
     def synchronize(self) -> None:  # noqa: B027 - a device without queues has nothing to wait for
         """Wait for the device. Only benchmarks call it."""
+
+
+@runtime_checkable
+class Tunable(Protocol):
+    """A backend whose kernel shapes can be chosen by timing them (``kvport tune``)."""
+
+    def tune(self, layout: GroupLayout, *, keep: bool = True) -> Iterator[str]:
+        """Time a bounded number of shapes for this layout; with ``keep``, later processes use the fastest.
+
+        Yields lines that say what was tried, what was chosen and why. Raises :class:`kvport.Unsupported` for a layout
+        that the backend declines, or where timing means nothing.
+        """
 
 
 def operations(backend: Backend) -> dict[str, Literal["native", "inherited"]]:

@@ -32,6 +32,7 @@ COMMANDS: Final = (
     Command("demo", "kvport.commands.demo", "what each cache format does to a real model, measured on this machine"),
     Command("plan", "kvport.commands.plan", "how much memory a model's KV cache takes, and what fits, by format"),
     Command("calibrate", "kvport.commands.calibrate", "static scales from a model and a text, or from a checkpoint"),
+    Command("tune", "kvport.commands.tune", "time a backend's kernel shapes on this device, and keep the fastest"),
     Command("new-backend", "kvport.commands.new_backend", "start a backend package for a new chip"),
     Command("compare", "kvport.commands.compare", "conformance reports of several backends: who agrees with whom"),
     Command("verify-report", "kvport.commands.verify_report", "is a conformance report whole, and what does it say"),

@@ -29,9 +29,27 @@ WORKERS = min(4, os.cpu_count() or 1)
 ENVIRONMENT = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1"}
 
 
+#: What Triton's interpreter runs of the suite: it takes about half a second a case, so one format of each way that the
+#: kernels encode, read or multiply. All cases of int8 are among them, with every geometry, and so the profile core.
+INTERPRETED_FORMATS = (
+    "int8",
+    "int8:g16:asym:scale=bf16",
+    "int8:channel:static:scale=bf16",
+    "int4:g64",
+    "int4:channel:asym:static:scale=fp16",
+    "int2:g32:asym:scale=fp16",
+    "fp8_e4m3",
+    "bf16",
+    "k=int8:asym,v=int4:g32",
+    "k=int4:c16,v=int4:g16",
+    "int8,recent=20",
+)
+
+
 @dataclass(frozen=True)
 class Check:
     """One check. The commands' first words are modules of this interpreter (``pytest`` is ``python -m pytest``).
+    SCRATCH in a command is a folder that is removed afterwards.
 
     ``installed`` runs them in an empty folder against a wheel; ``default`` is False for those only asked for by name.
     """
@@ -50,6 +68,15 @@ CHECKS = {
     "conformance": Check(
         "the suite on the CPU reference and on Ascend's emulated operators, from the checkout",
         tuple(f"pytest conformance --backend={backend} -n {WORKERS}" for backend in ("cpu", "ascend@cpu")),
+    ),
+    "interpreter": Check(
+        "the suite on the NVIDIA kernels in Triton's interpreter, a format of each kind, and the profiles it reaches",
+        (
+            f"pytest conformance --backend=triton@cpu --formats={','.join(INTERPRETED_FORMATS)} -n {WORKERS}"
+            " --report=SCRATCH/triton.json",
+            "kvport verify-report SCRATCH/triton.json",
+        ),
+        environment={"TRITON_INTERPRET": "1"},
     ),
     "installed": Check(
         "the suite on the CPU reference, all of it from a wheel",
@@ -91,7 +118,9 @@ def run(check: Check) -> bool:
     """Run the commands of one check until one fails."""
     environment = {**os.environ, **ENVIRONMENT, **check.environment}
     if not check.installed:
-        return all(call(command, ROOT, environment) for command in check.commands)
+        with tempfile.TemporaryDirectory(prefix="kvport-check-") as scratch:
+            commands = [command.replace("SCRATCH", shlex.quote(scratch)) for command in check.commands]
+            return all(call(command, ROOT, environment) for command in commands)
     with tempfile.TemporaryDirectory(prefix="kvport-installed-") as folder:
         work, site = Path(folder, "work"), Path(folder, "site")
         work.mkdir()

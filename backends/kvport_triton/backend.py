@@ -5,7 +5,7 @@ Importing this module imports triton; see :mod:`kvport_triton.availability` for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
@@ -20,6 +20,7 @@ from kvport.formats import TensorFormat
 from kvport.layout import GroupLayout
 from kvport.scales import LayerScales, SideScales
 from kvport_cpu.base import TorchBackend
+from kvport_triton import overrides
 from kvport_triton.kernels import attend, decode, encode, numerics, stage
 from kvport_triton.kernels.attend import CODES, EXACT, NATIVE, attend_kernel, merge_kernel
 from kvport_triton.kernels.decode import decode_kernel
@@ -64,6 +65,9 @@ class TritonBackend(TorchBackend):
 
             quicken(attend, decode, encode, numerics, stage)
         self.execution: Execution = "interpreter" if interpreted else "hardware"
+        self.gpu = "interpreter" if interpreted else torch.cuda.get_device_name(torch_device)
+        #: Decode shapes over codes that were found by timing, by overrides.key_of; the fixed table says the others.
+        self.tuned: dict[str, Tuning] = {} if interpreted else {k: Tuning(**v) for k, v in overrides.read().items()}
         self.processors = (
             INTERPRETED_PROCESSORS
             if interpreted
@@ -408,6 +412,22 @@ class TritonBackend(TorchBackend):
             found["cuda"] = str(torch.version.cuda)
         return found
 
+    def tune(self, layout: GroupLayout, *, keep: bool = True) -> Iterator[str]:
+        """See :class:`kvport.backend.Tunable`: decode over codes, at most nine shapes (kvport_triton.timing)."""
+        if self.interpreted:
+            raise Unsupported("triton@cpu is an interpreter: how long it takes says nothing about a GPU")
+        if reasons := self.support(layout).reasons:
+            raise Unsupported(f"backend {self.name} cannot store {layout.format}", reasons)
+        if self._mode(layout, layout.dtype) != "codes":
+            raise Unsupported(f"decode over {layout.format} with {layout.dtype} queries has one kernel shape")
+        from kvport_triton import timing
+
+        return timing.tune(self, layout, self.gpu, keep=keep)
+
+    def decode_shape(self, layout: GroupLayout) -> Tuning:
+        """The kernel shape that decodes over codes of this layout."""
+        return self._tuning(layout, "decode", "codes", layout.group_size, 1)
+
     def synchronize(self) -> None:
         if not self.interpreted:
             torch.cuda.synchronize(self.torch_device)
@@ -434,6 +454,10 @@ class TritonBackend(TorchBackend):
         return "exact"
 
     def _tuning(self, layout: GroupLayout, kind: str, mode: Mode, group: int, tokens: int) -> Tuning:
+        if kind == "decode" and mode == "codes" and self.tuned:
+            found = self.tuned.get(overrides.key_of(self.gpu, layout))
+            if found is not None:
+                return replace(found, rows=group)
         if self.interpreted:
             return interpreted(kind, group, tokens)
         bits = max(layout.format.key.bits, layout.format.value.bits)
@@ -454,9 +478,7 @@ class TritonBackend(TorchBackend):
             prepared.others[key] = self.plan(other, plan.host)
         return prepared.others[key]
 
-    def _scratch(
-        self, prepared: Prepared, launch: Launch, layout: GroupLayout, lse: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def _scratch(self, prepared: Prepared, launch: Launch, layout: GroupLayout, lse: Tensor) -> tuple[Tensor, Tensor]:
         """Partials of one launch: float32 output and base-2 LSE, shared by all layers (they run in stream order)."""
         if launch.partials == 0:
             return lse, lse  # never touched; of the dtype that partials have, so that both run the same kernel
@@ -543,7 +565,7 @@ def _unmet(layout: GroupLayout) -> list[str]:
 def _append_block(tokens: int, page_size: int, interpreted: bool) -> int:
     """Rows a program of append encodes, a power of two."""
     if interpreted:  # it pays per program
-        return min(512, triton.next_power_of_2(tokens))
+        return min(512, int(triton.next_power_of_2(tokens)))
     # Short steps spread over the processors; long ones encode runs that fill whole sectors of a page.
     return min(page_size, 32) if tokens >= 2048 else 8
 

@@ -16,7 +16,7 @@ import numpy as np
 from triton.runtime.interpreter import InterpretedFunction, interpreter_builder
 
 
-class _Helper(InterpretedFunction):
+class _Helper(InterpretedFunction):  # type: ignore[misc]  # triton is not typed
     """A function called from inside a launch, which has prepared the language already."""
 
     def __call__(self, *args: object, **kwargs: object) -> object:

@@ -38,7 +38,8 @@ def interpreted(kind: str, group: int, most_tokens: int) -> Tuning:
     """The shape of one launch in the interpreter, which pays per operation and hardly per element: few programs of many
     rows. Tiles stay short, so that small caches have whole tiles, masked ones and several of each."""
     rows = group if kind == "decode" else max(group, min(64, triton.next_power_of_2(most_tokens * group)))
-    return Tuning(tile=64, warps=1, stages=1, waves=1, rows=rows)
+    # Lone sequences are split, so that merging is met too.
+    return Tuning(tile=64, warps=1, stages=1, waves=1 if kind == "prefill" else 4, rows=rows)
 
 
 def tuning(kind: str, mode: Mode, *, dim: int, bits: int, group: int, most_tokens: int) -> Tuning:

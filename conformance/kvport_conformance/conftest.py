@@ -55,3 +55,18 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         )
     cases = select(chapters=[metafunc.module.CHAPTER], tier=tier, formats=formats)
     metafunc.parametrize("case", [pytest.param(case, id=case.name) for case in cases])
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """In a worker of a parallel run, cases of one format and geometry stand together.
+
+    Workers are dealt runs of neighbours. A backend that compiles a kernel for each format and geometry then compiles
+    it in one worker, instead of once in each.
+    """
+    if hasattr(config, "workerinput"):
+        items.sort(key=_place)
+
+
+def _place(item: pytest.Item) -> tuple[str, str]:
+    case = getattr(getattr(item, "callspec", None), "params", {}).get("case")
+    return (case.format, case.geometry.name) if isinstance(case, Case) else ("", "")

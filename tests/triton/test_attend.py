@@ -198,6 +198,15 @@ def test_prefill_over_history(backend: Backend, text: str, dtype: torch.dtype) -
 
 
 @pytest.mark.hardware
+@pytest.mark.parametrize(("text", "page_size"), [("int8", 64), ("int8", 16), ("bf16", 64)])
+def test_big_pool_is_read(backend: Backend, text: str, page_size: int) -> None:
+    """Decode, verification and prefill over pages whose offsets within a layer pass 2**32."""
+    layout = layout_of(text, heads=8, group=4, dim=128, page_size=page_size, dtype=torch.bfloat16)
+    filled = Filled(backend, layout, (1, 4, 300), (700, 90, 300), beyond=4_500_000 // page_size)
+    assert filled.worst() <= 1
+
+
+@pytest.mark.hardware
 @pytest.mark.parametrize("text", ["int8", "int8:asym", "int4:g64", "int4", "int2:g64", "bf16", "fp16", "int4:g32"])
 def test_decode_at_full_width(backend: Backend, text: str) -> None:
     for dtype in ALL:

@@ -119,13 +119,15 @@ class Filled:
         *,
         kv_start: Sequence[int] | None = None,
         poison: dict[tuple[int, int, int, str], float] | None = None,
+        beyond: int = 0,
     ) -> None:
-        """``poison`` maps (sequence, token, head, "key" or "value") to what stands in channel 3 there."""
+        """``poison`` maps (sequence, token, head, "key" or "value") to what stands in channel 3 there. The sequences
+        use no page up to ``beyond``."""
         self.backend, self.layout, self.queries, self.lengths = backend, layout, queries, lengths
         heads, size = layout.kv_heads, layout.page_size
         counts = [layout.pages_for(n) for n in lengths]
-        self.store = allocate(backend, layout, sum(counts) + 3)
-        ids = (inputs.permutation(7, sum(counts) + 2) + 1).tolist()
+        self.store = allocate(backend, layout, sum(counts) + 3 + beyond)
+        ids = (inputs.permutation(7, sum(counts) + 2) + 1 + beyond).tolist()
         table = torch.zeros((len(lengths), max(1, *counts)), dtype=torch.int32)
         keys, values, slots = [], [], []
         for s, n in enumerate(lengths):
