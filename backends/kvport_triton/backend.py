@@ -22,7 +22,7 @@ from kvport.scales import LayerScales, SideScales
 from kvport_cpu.base import TorchBackend
 from kvport_triton import overrides
 from kvport_triton.kernels import attend, decode, encode, numerics, stage
-from kvport_triton.kernels.attend import CODES, EXACT, NATIVE, attend_kernel, merge_kernel
+from kvport_triton.kernels.attend import CODES, EXACT, NATIVE, ROUNDED, attend_kernel, merge_kernel
 from kvport_triton.kernels.decode import decode_kernel
 from kvport_triton.kernels.encode import append_kernel, begin_pages_kernel
 from kvport_triton.kernels.stage import stage_kernel
@@ -34,6 +34,8 @@ from kvport_triton.tuning import INTERPRETED_PROCESSORS, MOST_VERIFY, Mode, Tuni
 PAGE_SIZES: Final = (16, 32, 64, 128, 256)
 MOST_GROUP: Final = 16
 DIMS: Final = range(16, 257)
+#: The first GPUs that convert E4M3 in hardware.
+FP8_CAPABILITY: Final = (8, 9)
 #: The window of a layer without one: no position is that far from another.
 WIDEST: Final = 1 << 30
 POISON: Final = "poison"  # the name of the flag buffer beside the planes
@@ -41,7 +43,12 @@ POISON: Final = "poison"  # the name of the flag buffer beside the planes
 MERGE_CHANNELS: Final = 64
 MERGE_SPLITS: Final = 16
 _STAGED_FORMAT: Final = TensorFormat("bf16")
-_MODE_NUMBER: Final[dict[Mode, int]] = {"codes": CODES.value, "native": NATIVE.value, "exact": EXACT.value}
+_MODE_NUMBER: Final[dict[Mode, int]] = {
+    "codes": CODES.value,
+    "native": NATIVE.value,
+    "exact": EXACT.value,
+    "rounded": ROUNDED.value,
+}
 
 
 class TritonBackend(TorchBackend):
@@ -68,6 +75,8 @@ class TritonBackend(TorchBackend):
         self.gpu = "interpreter" if interpreted else torch.cuda.get_device_name(torch_device)
         #: Decode shapes over codes that were found by timing, by overrides.key_of; the fixed table says the others.
         self.tuned: dict[str, Tuning] = {} if interpreted else {k: Tuning(**v) for k, v in overrides.read().items()}
+        #: The interpreter can do what any GPU can.
+        self.capability = FP8_CAPABILITY if interpreted else torch.cuda.get_device_capability(torch_device)
         self.processors = (
             INTERPRETED_PROCESSORS
             if interpreted
@@ -77,7 +86,13 @@ class TritonBackend(TorchBackend):
     # -- what is possible ----------------------------------------------------------------------------------------
 
     def support(self, layout: GroupLayout) -> Support:
-        return Support(reasons=tuple(_unmet(layout)))
+        found = _unmet(layout)
+        if self.capability < FP8_CAPABILITY and any(side.format.code == "fp8_e4m3" for side in layout.sides):
+            found.append(
+                "fp8_e4m3 codes: this GPU has compute capability {}.{}, their conversion needs {}.{}; fp8_e5m2 and "
+                "int8 work".format(*self.capability, *FP8_CAPABILITY)
+            )
+        return Support(reasons=tuple(found))
 
     def page_bytes(self, layout: GroupLayout) -> int:
         # The private layout is a permutation of the canonical planes; static integers add a flag per page and layer.
@@ -121,6 +136,8 @@ class TritonBackend(TorchBackend):
         assert isinstance(store, TritonStore)
         assert value is not None, "latent layouts are refused by support()"
         layout, tokens = store.layout, key.shape[0]
+        if any(side.format.sealed_only for side in layout.sides):
+            raise Unsupported(f"{layout.format} pages are encoded whole: seal them from another store, do not append")
         if tokens == 0:
             return
         flags = store.poison[layer] if store.poison is not None else slots
@@ -164,12 +181,40 @@ class TritonBackend(TorchBackend):
         assert isinstance(source, TritonStore)
         if not source_pages:
             return
+        assert isinstance(target, TritonStore)
+        if any(side.format.sealed_only for side in target.layout.sides):
+            self._seal_whole(source, target, layer, source_pages, target_pages)
+            return
         size = source.layout.page_size
         table = torch.tensor(source_pages, dtype=torch.int64, device=self.torch_device).unsqueeze(0)
         key, value = self.gather(source, layer, table, [len(source_pages) * size], torch.float32)
         first = torch.tensor(target_pages, dtype=torch.int64, device=self.torch_device) * size
         slots = (first.unsqueeze(-1) + torch.arange(size, device=self.torch_device)).flatten()
         self.append(target, layer, key[0], value[0], slots)
+
+    def _seal_whole(
+        self,
+        source: TritonStore,
+        target: TritonStore,
+        layer: int,
+        source_pages: Sequence[int],
+        target_pages: Sequence[int],
+    ) -> None:
+        """Seal formats whose scales span the tokens of a page: the codec's definition, vectorized over the pages."""
+        old, new = (
+            torch.tensor(ids, device=self.torch_device, dtype=torch.int64) for ids in (source_pages, target_pages)
+        )
+        flagged = torch.zeros(new.shape, dtype=torch.bool, device=self.torch_device)
+        planes = {plane.name: plane for plane in target.layout.planes}
+        for side, rows in zip(target.sides(layer), self._read(source, layer, old), strict=True):
+            encoded = side.encode(rows)
+            for name, found in encoded.planes.items():
+                plane = planes[f"{side.name}.{name}"]
+                target.planes[plane.name][layer][new] = to_private(plane, target.layout, found)
+            if encoded.poisoned is not None:
+                flagged |= encoded.poisoned.any(-1)
+        if target.poison is not None:
+            target.poison[layer][new] = flagged.to(torch.uint8)
 
     def copy_pages(self, store: Store, source: Sequence[int], target: Sequence[int]) -> None:
         if not source:
@@ -451,6 +496,8 @@ class TritonBackend(TorchBackend):
             return "codes"
         if not key.quantized and not value.quantized and key.code_torch_dtype == value.code_torch_dtype == query:
             return "native"
+        if query == torch.bfloat16 and (key.quantized or value.quantized):
+            return "rounded"
         return "exact"
 
     def _tuning(self, layout: GroupLayout, kind: str, mode: Mode, group: int, tokens: int) -> Tuning:
@@ -549,10 +596,8 @@ def _unmet(layout: GroupLayout) -> list[str]:
         name, fmt, dim = side.name, side.format, side.dim
         if dim not in DIMS:
             found.append(f"{name} dim {dim}: supported are {DIMS.start} to {DIMS.stop - 1}")
-        if fmt.quantized and fmt.code not in ("int8", "int4", "int2"):
-            found.append(f"{name} code {fmt.code}: supported are int8, int4, int2 and float pages")
-        elif fmt.granularity not in ("token", "group", "tensor", "head", "channel"):
-            found.append(f"{name} granularity of {fmt}: supported are token, gN, and static tensor, head and channel")
+        if fmt.kind in ("mx", "nv"):
+            found.append(f"{name} code {fmt.code}: supported are int8, int4, int2, fp8_e4m3, fp8_e5m2 and float pages")
         elif fmt.granularity == "group" and fmt.group % (8 // min(fmt.bits, 8)):
             found.append(f"{name} groups of {fmt.group} channels: {fmt.code} needs a multiple of {8 // fmt.bits}")
         if fmt.outliers:

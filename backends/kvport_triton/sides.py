@@ -13,6 +13,8 @@ from kvport.layout import GroupLayout
 
 #: The kernels' numbers for scale and page dtypes (FLOAT32, BFLOAT16, FLOAT16 in kernels.numerics).
 DTYPE_NUMBER: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+#: For the kinds of fp8 codes, by their exponent and mantissa bits.
+FLOAT_CODE: Final = {"fp8_e4m3": 43, "fp8_e5m2": 52}
 #: And for static granularities.
 _STATIC_NUMBER: Final = {"tensor": 1, "head": 2, "channel": 3}
 #: The most slices of a row that attend keeps accumulators for.
@@ -23,7 +25,11 @@ LEAST_SLICE: Final = 16
 
 @dataclass(frozen=True)
 class Side:
-    """Constants of K or V, by the names of the kernels' parameters (without K_ or V_)."""
+    """Constants of K or V, by the names of the kernels' parameters (without K_ or V_).
+
+    ``bits`` are those of an integer code; for fp8 it is the number of its kind (E4M3, E5M2 in kernels.numerics).
+    ``groups`` are the scales of a token and head, or -N where a scale is one channel's over N tokens.
+    """
 
     dim: int
     bits: int
@@ -38,11 +44,11 @@ class Side:
     def of(cls, fmt: TensorFormat, dim: int) -> Side:
         return cls(
             dim=dim,
-            bits=fmt.bits,
+            bits=FLOAT_CODE.get(fmt.code, fmt.bits),
             per_byte=CODES[fmt.code].per_byte,
             quantized=fmt.quantized,
             symmetric=fmt.symmetric,
-            groups=dim // fmt.group if fmt.granularity == "group" else 1,
+            groups=_groups(fmt, dim),
             static=_STATIC_NUMBER[fmt.granularity] if fmt.static else 0,
             scale=DTYPE_NUMBER[fmt.scale_torch_dtype],
         )
@@ -51,11 +57,17 @@ class Side:
     def sliceable(self) -> bool:
         """Whether attend's CODES mode has enough accumulators, and tensor cores long enough products, for this side."""
         slices = self.groups * self.per_byte
-        return self.quantized and slices <= MOST_SLICES and self.dim // slices >= LEAST_SLICE
+        return self.quantized and 0 < slices <= MOST_SLICES and self.dim // slices >= LEAST_SLICE
 
     def constants(self, prefix: str) -> dict[str, Any]:
         """Keyword arguments for a kernel: ``K_DIM``, ``K_BITS``, ..."""
         return {f"{prefix}_{name.upper()}": value for name, value in vars(self).items()}
+
+
+def _groups(fmt: TensorFormat, dim: int) -> int:
+    if fmt.granularity == "channel_group":
+        return -fmt.group
+    return dim // fmt.group if fmt.granularity == "group" else 1
 
 
 def sides(layout: GroupLayout) -> tuple[Side, Side]:

@@ -10,6 +10,7 @@ value.codes, float  (token, head, channel)                    (head, token, chan
 value.codes, codes  (token, head, byte)                       (head, byte, token): the second product reads tokens
                                                               contiguously, without byte-sized shared-memory reads
 scales, zeros       (token, head) or (token, head, group)     (head, group, token): a tile's scales are one run
+scales of cN        (block, head, channel)                    (head, channel, block)
 ==================  ========================================  ======================================================
 
 Codes of symmetric integers are stored plus half their range, as unsigned numbers: in two's complement that flips each

@@ -9,7 +9,7 @@ import triton
 
 from kvport_triton.planning import Shape
 
-Mode = Literal["codes", "native", "exact"]
+Mode = Literal["codes", "native", "exact", "rounded"]
 
 #: The longest run of query tokens that counts as verification of drafts rather than prefill.
 MOST_VERIFY: Final = 16
@@ -52,6 +52,9 @@ def tuning(kind: str, mode: Mode, *, dim: int, bits: int, group: int, most_token
     if mode == "exact":
         # float32 products run on the ordinary lanes and are unrolled: small tiles keep registers and code in bounds.
         return Tuning(tile=32, warps=8 if wide else 4, stages=1, waves=4, rows=group if kind == "decode" else 16)
+    if mode == "rounded":
+        # Codes become floats one by one, which leaves few registers; not measured.
+        return Tuning(tile=32 if wide else 64, warps=4, stages=1, waves=4, rows=group if kind == "decode" else 32)
     if kind == "decode":
         # Measured on an H200 over batches of 1 to 64 and contexts of 4k to 32k (docs/triton.md): the best all round.
         if mode == "native":

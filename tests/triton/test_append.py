@@ -31,6 +31,12 @@ FORMATS = [
     "int8:head:asym:static:scale=fp16",
     "int4:channel:static:scale=bf16",
     "int2:channel:asym:static",
+    "fp8_e4m3",
+    "fp8_e5m2:g16:scale=bf16",
+    "fp8_e5m2",
+    "fp8_e4m3:channel:static",
+    "fp8_e5m2:head:static:scale=fp16",
+    "k=fp16,v=fp8_e4m3:tensor:static:scale=bf16",
 ]
 
 

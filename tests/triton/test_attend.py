@@ -36,6 +36,12 @@ FORMATS = [
     "int8:tensor:static",
     "int8:head:asym:static",
     "int4",
+    "fp8_e4m3",
+    "fp8_e5m2:g32:scale=fp16",
+    "fp8_e5m2",
+    "k=fp8_e4m3:head:static,v=fp8_e5m2",
+    "fp8_e4m3:g16",
+    "k=int4:g16,v=fp8_e4m3:channel:static:scale=bf16",
 ]
 
 
@@ -51,6 +57,17 @@ def test_window_softcap_and_sinks(backend: Backend, text: str, dtype: torch.dtyp
     assert filled.worst() <= 1
     assert filled.worst(softcap=4.0) <= 1
     assert filled.worst(softcap=20.0, sinks=sinks) <= 1
+
+
+ROUNDED = ["int4:g16", "k=int8,v=bf16", "k=bf16,v=fp8_e4m3:g8", "int2:g16:asym:scale=bf16"]
+
+
+@pytest.mark.parametrize("text", ROUNDED)
+def test_bf16_queries_over_what_is_decoded_first(backend: Backend, text: str) -> None:
+    """Formats of many slices are decoded and rounded to bf16, which the bound of bf16 queries leaves room for."""
+    poison = {(0, 30, 0, "value"): math.nan, (1, 18, 1, "value"): math.nan}
+    assert Filled(backend, layout_of(text, dtype=torch.bfloat16, window=33), QUERIES, LENGTHS).worst() <= 1
+    assert Filled(backend, layout_of(text, dtype=torch.bfloat16), (1, 4, 5), (37, 20, 5), poison=poison).worst() <= 1
 
 
 @pytest.mark.parametrize("text", ["int8", "fp16"])
@@ -139,7 +156,7 @@ def test_empty_sequences_and_rows(backend: Backend) -> None:
     assert bool(torch.isfinite(lse[1:]).all())
 
 
-POISONED = ["int4:g32:asym", "fp16", "fp32", "bf16", "int8"]
+POISONED = ["int4:g32:asym", "fp16", "fp32", "bf16", "int8", "fp8_e5m2", "fp8_e4m3:g16", "fp8_e4m3", "int4:g8"]
 
 
 @pytest.mark.parametrize(("text", "dtype"), with_dtypes(POISONED), ids=str)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from triton_support import LAYER, Filled, allocate, layout_of
@@ -10,7 +12,7 @@ from kvport import InvalidArgument, Unsupported, codec
 from kvport.backend import Backend, operations
 from kvport_cpu.reference import load as load_reference
 
-FORMATS = ["int8", "int4:g32:asym:scale=bf16", "int2:g16", "k=int8:asym,v=bf16", "int8:head:static"]
+FORMATS = ["fp8_e4m3", "int8", "int4:g32:asym:scale=bf16", "int2:g16", "k=int8:asym,v=bf16", "int8:head:static"]
 
 
 @pytest.mark.parametrize("text", FORMATS)
@@ -97,13 +99,14 @@ def test_every_operation_is_native(backend: Backend) -> None:
 @pytest.mark.parametrize(
     ("given", "needle"),
     [
+        ({"text": "mxfp4"}, "key code mxfp4: supported are int8, int4, int2, fp8_e4m3, fp8_e5m2 and float pages"),
         ({"page_size": 24}, "page size 24: supported are 16, 32, 64, 128, 256; nearest is 16"),
         ({"group": 17}, "17 query heads per KV head: supported are 1 to 16"),
         ({"dim": 320}, "key dim 320: supported are 16 to 256"),
     ],
 )
-def test_refusals_name_value_and_choice(backend: Backend, given: dict[str, int], needle: str) -> None:
-    layout = layout_of("int8", **given)  # type: ignore[arg-type]
+def test_refusals_name_value_and_choice(backend: Backend, given: dict[str, Any], needle: str) -> None:
+    layout = layout_of(**({"text": "int8"} | given))
     reasons = backend.support(layout).reasons
     assert any(needle in reason for reason in reasons), reasons
     with pytest.raises(Unsupported, match="cannot store"):

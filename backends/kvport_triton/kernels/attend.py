@@ -22,6 +22,9 @@ Products (``MODE``):
     Float pages in the query's own dtype.
 ``EXACT``
     Decoded to float32 and multiplied in IEEE float32: float32 queries, and every combination without a faster way.
+``ROUNDED``
+    Decoded to float32 and rounded to bfloat16, which is what the bound allows bfloat16 queries: quantized formats with
+    more slices than CODES has accumulators for, or with scales of channels.
 
 A row of K or V is cut into slices: one per (group of channels, position of the code inside its byte). Slice (g, p) has
 channels g * N + p, g * N + p + PER_BYTE, ...; up to four slices have their own query tile and accumulator.
@@ -35,9 +38,9 @@ import triton.language as tl
 from kvport_triton.kernels.numerics import (
     LN_2,
     LOG2_E,
-    SUBNORMAL,
+    code_unit,
+    decode_code,
     decode_half,
-    decode_int,
     decode_subnormal,
     dot,
     dot_add,
@@ -45,12 +48,14 @@ from kvport_triton.kernels.numerics import (
     load_scale,
     pick,
     plane_gain,
+    round_bf16,
     tanh,
 )
 
 CODES = tl.constexpr(0)
 NATIVE = tl.constexpr(1)
 EXACT = tl.constexpr(2)
+ROUNDED = tl.constexpr(3)
 ITEM_FIELDS = tl.constexpr(10)
 BLOCK_FIELDS = tl.constexpr(4)
 SMALLEST_HALF = tl.constexpr(2.0**-14)  # normal float16
@@ -122,15 +127,19 @@ def _exact_key(
     if not QUANTIZED:
         x = stored.to(tl.float32)
     else:
-        x = decode_int(stored, POSITION, BITS, SYMMETRIC).to(tl.float32)
+        x = decode_code(stored, POSITION, BITS, SYMMETRIC)
         if STATIC > 0:
             x = x * _static_slice(STATIC_S, h, 0, POSITION, DIM, 1, PER_BYTE, WIDTH, STATIC, SCALE)[None, :]
             if not SYMMETRIC:
                 x = x + _static_slice(STATIC_Z, h, 0, POSITION, DIM, 1, PER_BYTE, WIDTH, STATIC, SCALE)[None, :]
         else:
             j = tl.arange(0, WIDTH)
-            group = tl.minimum((j * PER_BYTE) // (DIM // GROUPS), GROUPS - 1)  # a byte lies in one group
-            where = (base[:, None] * GROUPS + group[None, :]) * PAGE + offset[:, None]
+            if GROUPS < 0:
+                channel = tl.minimum(j * PER_BYTE + POSITION, DIM - 1)
+                where = (base[:, None] * DIM + channel[None, :]) * (PAGE // -GROUPS) + (offset // -GROUPS)[:, None]
+            else:
+                group = tl.minimum((j * PER_BYTE) // (DIM // GROUPS), GROUPS - 1)  # a byte lies in one group
+                where = (base[:, None] * GROUPS + group[None, :]) * PAGE + offset[:, None]
             x = x * load_scale(S + where, where >= 0, SCALE)
             if not SYMMETRIC:
                 x = x + load_scale(Z + where, where >= 0, SCALE)
@@ -144,15 +153,19 @@ def _exact_value(
     GROUPS: tl.constexpr, STATIC: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr,
 ):
     """Decode transposed stored (WIDTH, T) at one position of each byte to float32."""
-    x = decode_int(stored, POSITION, BITS, SYMMETRIC).to(tl.float32)
+    x = decode_code(stored, POSITION, BITS, SYMMETRIC)
     if STATIC > 0:
         x = x * _static_slice(STATIC_S, h, 0, POSITION, DIM, 1, PER_BYTE, WIDTH, STATIC, SCALE)[:, None]
         if not SYMMETRIC:
             x = x + _static_slice(STATIC_Z, h, 0, POSITION, DIM, 1, PER_BYTE, WIDTH, STATIC, SCALE)[:, None]
     else:
         j = tl.arange(0, WIDTH)
-        group = tl.minimum((j * PER_BYTE) // (DIM // GROUPS), GROUPS - 1)  # a byte lies in one group
-        where = (base[None, :] * GROUPS + group[:, None]) * PAGE + offset[None, :]
+        if GROUPS < 0:
+            channel = tl.minimum(j * PER_BYTE + POSITION, DIM - 1)
+            where = (base[None, :] * DIM + channel[:, None]) * (PAGE // -GROUPS) + (offset // -GROUPS)[None, :]
+        else:
+            group = tl.minimum((j * PER_BYTE) // (DIM // GROUPS), GROUPS - 1)  # a byte lies in one group
+            where = (base[None, :] * GROUPS + group[:, None]) * PAGE + offset[None, :]
         x = x * load_scale(S + where, where >= 0, SCALE)
         if not SYMMETRIC:
             x = x + load_scale(Z + where, where >= 0, SCALE)
@@ -243,11 +256,12 @@ def _tile(
     # In whole tiles of symmetric codes the scales, relative to the run's largest, multiply K and V as they become
     # float16: fewer operations than on the scores, of which a tile of many rows has more. K only for bf16 queries: a
     # rounded scale and a rounded product cost 2**-11, all that the bound allows float16 queries.
-    SCALED_K: tl.constexpr = MODE == CODES and WHOLE and K_STATIC == 0 and K_SYMMETRIC and COARSE and SCANNED
-    SCALED_V: tl.constexpr = MODE == CODES and WHOLE and V_STATIC == 0 and V_SYMMETRIC and SCANNED
+    # Nor float codes, whose small ones would become subnormal.
+    SCALED_K: tl.constexpr = SCANNED and WHOLE and K_SYMMETRIC and COARSE and K_BITS <= 8
+    SCALED_V: tl.constexpr = SCANNED and WHOLE and V_SYMMETRIC and V_BITS <= 8
     if SCALED_K:
         per_reference = 1.0 / reference
-        rs = rs * (reference * SUBNORMAL)
+        rs = rs * (reference * code_unit(K_BITS))
 
     # Scores, up to the positive row factor rs.
     K_SLICED: tl.constexpr = K_GROUPS if MODE == CODES else 1
@@ -296,10 +310,12 @@ def _tile(
             for p in tl.static_range(K_PER_BYTE):
                 key = _exact_key(code, KS, KZ, K_STATIC_S, K_STATIC_Z, base, offset, h, p, K_DIM, PAGE, K_BITS,
                                  K_PER_BYTE, K_QUANTIZED, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE, K_WIDTH)
+                if MODE == ROUNDED:
+                    key = round_bf16(key, INTERP)
                 if p == 0:
-                    x = dot(q0, tl.trans(key), True, INTERP)
+                    x = dot(q0, tl.trans(key), MODE == EXACT, INTERP)
                 else:
-                    x = dot_add(pick(p, q0, q1, q2, q3), tl.trans(key), x, True, INTERP)
+                    x = dot_add(pick(p, q0, q1, q2, q3), tl.trans(key), x, MODE == EXACT, INTERP)
     if MODE == CODES and K_STATIC > 0 and not K_SYMMETRIC:
         x = x + row_constant[:, None]
     if SOFTCAP:
@@ -341,7 +357,7 @@ def _tile(
     else:
         rescale = shrink
     for g in tl.static_range(V_SLICED):
-        if MODE == CODES or (MODE == EXACT and V_QUANTIZED):
+        if MODE == CODES or (MODE >= EXACT and V_QUANTIZED):
             address = V + base[None, :] * (V_BYTES * PAGE) + (g * V_USED + jv)[:, None] * PAGE + offset[None, :]
             if V_USED == V_WIDTH:
                 code = tl.load(address)
@@ -392,8 +408,14 @@ def _tile(
                 value = decode_half(code, p, V_BITS, INTERP)
                 if SCALED_V:
                     value = value * v16[None, :]
-                a = dot_add(w16, tl.trans(value), pick(g * V_PER_BYTE + p, a0, a1, a2, a3) * rescale[:, None], False,
-                            INTERP)
+                if V_BITS > 8 and not WHOLE:
+                    # Float codes may be NaN, in unwritten bytes too.
+                    value = tl.where(stored[None, :], value, 0.0)
+                    a = _weigh_floats(w16, tl.trans(value), pick(g, a0, a1, a2, a3) * rescale[:, None], seen,
+                                      PARTLY, False, INTERP)
+                else:
+                    a = dot_add(w16, tl.trans(value), pick(g * V_PER_BYTE + p, a0, a1, a2, a3) * rescale[:, None],
+                                False, INTERP)
                 if g * V_PER_BYTE + p == 0:
                     a0 = a
                 elif g * V_PER_BYTE + p == 1:
@@ -415,8 +437,13 @@ def _tile(
                     value = tl.trans(value)
                 else:
                     value = code.to(tl.float32)
-                a = _weigh_floats(weights, value, pick(p, a0, a1, a2, a3) * rescale[:, None], seen,
-                                  PARTLY and not WHOLE, True, INTERP)
+                if MODE == ROUNDED:
+                    w = round_bf16(weights, INTERP)
+                    value = round_bf16(value, INTERP)
+                else:
+                    w = weights
+                a = _weigh_floats(w, value, pick(p, a0, a1, a2, a3) * rescale[:, None], seen,
+                                  PARTLY and not WHOLE, MODE == EXACT, INTERP)
                 if p == 0:
                     a0 = a
                 elif p == 1:
@@ -534,6 +561,12 @@ def attend_kernel(
             q2 = q0
         if K_SLICES < 4:
             q3 = q0
+        if MODE == ROUNDED:
+            # bfloat16 queries, so that nothing is rounded.
+            q0 = round_bf16(q0, INTERP)
+            q1 = round_bf16(q1, INTERP)
+            q2 = round_bf16(q2, INTERP)
+            q3 = round_bf16(q3, INTERP)
         if MODE == CODES:
             # 2**(14 - floor(log2 largest)) by exponent bits, within the normal numbers; 1 for zero, inf and NaN rows.
             exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
@@ -542,8 +575,8 @@ def attend_kernel(
             lift = tl.minimum(268 - exponent, 252)
             up = (lift << 23).to(tl.float32, bitcast=True)
             down = ((254 - lift) << 23).to(tl.float32, bitcast=True)
-            rs = rs * (down / SUBNORMAL)
-            up_codes = up * SUBNORMAL  # scores count in units of the codes' 2**-24
+            rs = rs * (down / code_unit(K_BITS))
+            up_codes = up * code_unit(K_BITS)  # scores count in units of the codes
             c0 = c0 * up_codes
             c1 = c1 * up_codes
             c2 = c2 * up_codes
@@ -552,9 +585,9 @@ def attend_kernel(
             q1 = _lifted(q1, up, 1, K_BITS, K_PER_BYTE)
             q2 = _lifted(q2, up, 2, K_BITS, K_PER_BYTE)
             q3 = _lifted(q3, up, 3, K_BITS, K_PER_BYTE)
-            if not INTERP:
+            if not INTERP and K_BITS <= 8:
                 for n in tl.static_range(K_SLICES):
-                    gain = plane_gain(K_BITS, n % K_PER_BYTE) * SUBNORMAL * 2.0 ** (K_BITS - 1)
+                    gain = plane_gain(K_BITS, n % K_PER_BYTE) * code_unit(K_BITS) * 2.0 ** (K_BITS - 1)
                     offset = -gain * tl.sum(pick(n, q0, q1, q2, q3).to(tl.float32), 1)
                     if n // K_PER_BYTE == 0:
                         b0 += offset
@@ -571,7 +604,7 @@ def attend_kernel(
                     zeros = _static_slice(K_STATIC_Z, h, 0, n, K_DIM, 1, K_PER_BYTE, K_WIDTH, K_STATIC, K_SCALE)
                     zeros = zeros + scales * 2.0 ** (K_BITS - 1)
                     ratio = zeros / tl.where(scales > 0.0, scales, 1.0)
-                    ratio = ratio * (plane_gain(K_BITS, n) * SUBNORMAL)
+                    ratio = ratio * (plane_gain(K_BITS, n) * code_unit(K_BITS))
                     row_constant += tl.sum(pick(n, q0, q1, q2, q3).to(tl.float32) * ratio[None, :], 1)
 
     V_SLICED: tl.constexpr = V_GROUPS if MODE == CODES else 1
@@ -579,7 +612,7 @@ def attend_kernel(
     V_WIDTH: tl.constexpr = triton.next_power_of_2(V_USED) if V_USED > 16 else 16
     V_SLICES: tl.constexpr = V_SLICED * V_PER_BYTE
     # Weights are float16 unless K and V are float32 or bfloat16.
-    GAIN: tl.constexpr = 0.0 if MODE == EXACT or (MODE == NATIVE and Q.dtype.element_ty != tl.float16) else 15.0
+    GAIN: tl.constexpr = 0.0 if MODE >= EXACT or (MODE == NATIVE and Q.dtype.element_ty != tl.float16) else 15.0
     COARSE: tl.constexpr = Q.dtype.element_ty == tl.bfloat16
     # Tiles of many rows repay a pass over the scales alone, a thirtieth of the bytes.
     SCANNED: tl.constexpr = MODE == CODES and K_STATIC == 0 and V_STATIC == 0 and M >= 64

@@ -27,7 +27,7 @@ from kvport_triton.kernels.attend import (
 from kvport_triton.kernels.numerics import (
     LN_2,
     LOG2_E,
-    SUBNORMAL,
+    code_unit,
     decode_half,
     decode_subnormal,
     dot_add,
@@ -182,7 +182,10 @@ def _decode_tile(
         else:
             w16 = weights.to(tl.float16)
         for p in tl.static_range(V_PER_BYTE):
-            a = dot_add(decode_half(code, p, V_BITS, INTERP), w16,
+            value = decode_half(code, p, V_BITS, INTERP)
+            if V_BITS > 8 and not WHOLE:
+                value = tl.where(stored[None, :], value, 0.0)  # an unwritten byte may be a NaN
+            a = dot_add(value, w16,
                         pick(g * V_PER_BYTE + p, a0, a1, a2, a3) * rescale[None, :], False, INTERP)
             if g * V_PER_BYTE + p == 0:
                 a0 = a
@@ -280,8 +283,8 @@ def decode_kernel(
     exponent = tl.where((exponent == 0) | (exponent == 255), 141, exponent)
     lift = tl.minimum(268 - tl.minimum(tl.maximum(exponent, 16), 253), 252)
     up = (lift << 23).to(tl.float32, bitcast=True)
-    rs = rs * (((254 - lift) << 23).to(tl.float32, bitcast=True) / SUBNORMAL)
-    up_codes = up * SUBNORMAL
+    rs = rs * (((254 - lift) << 23).to(tl.float32, bitcast=True) / code_unit(K_BITS))
+    up_codes = up * code_unit(K_BITS)
     c0 = c0 * up_codes
     c1 = c1 * up_codes
     c2 = c2 * up_codes
@@ -292,8 +295,8 @@ def decode_kernel(
     q3 = _lifted(q3, up, 3, K_BITS, K_PER_BYTE)
     for n in tl.static_range(K_SLICES):
         wide = pick(n, q0, q1, q2, q3).to(tl.float32)
-        if not INTERP:
-            part_sum = tl.sum(wide, 0) * -(plane_gain(K_BITS, n % K_PER_BYTE) * SUBNORMAL * 2.0 ** (K_BITS - 1))
+        if not INTERP and K_BITS <= 8:
+            part_sum = tl.sum(wide, 0) * -(plane_gain(K_BITS, n % K_PER_BYTE) * code_unit(K_BITS) * 2.0 ** (K_BITS - 1))
             if n // K_PER_BYTE == 0:
                 b0 += part_sum
             elif n // K_PER_BYTE == 1:
@@ -307,7 +310,7 @@ def decode_kernel(
             scales = _static_slice(K_STATIC_S, h, 0, n, K_DIM, 1, K_PER_BYTE, K_WIDTH, K_STATIC, K_SCALE)
             zeros = _static_slice(K_STATIC_Z, h, 0, n, K_DIM, 1, K_PER_BYTE, K_WIDTH, K_STATIC, K_SCALE)
             ratio = (zeros + scales * 2.0 ** (K_BITS - 1)) / tl.where(scales > 0.0, scales, 1.0)
-            row_constant += tl.sum(wide * (ratio * (plane_gain(K_BITS, n) * SUBNORMAL))[:, None], 0)
+            row_constant += tl.sum(wide * (ratio * (plane_gain(K_BITS, n) * code_unit(K_BITS)))[:, None], 0)
 
     V_USED: tl.constexpr = V_DIM // (V_GROUPS * V_PER_BYTE)
     V_WIDTH: tl.constexpr = triton.next_power_of_2(V_USED)

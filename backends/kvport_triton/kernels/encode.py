@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-# ruff: noqa: N803, N806
+# ruff: noqa: N803, N806, SIM108
 # Triton's language is not typed Python: tensors, constexprs and pointers share one notation, compile-time names are in
 # capitals, and what depends on one of them is an if statement, never a conditional expression.
 """append: quantize K and V of one layer and scatter them into pages, one launch.
@@ -19,7 +19,9 @@ from kvport_triton.kernels.numerics import (
     FLOAT32,
     INPUT_LIMIT,
     ROUNDER,
+    float_code_bits,
     floor_bits,
+    largest_code,
     load_scale,
     nan_bits,
     quotient,
@@ -89,7 +91,7 @@ def _encode_side(
     N: tl.constexpr = DIM // GROUPS
     WIDTH: tl.constexpr = triton.next_power_of_2(N)
     BYTES: tl.constexpr = DIM // PER_BYTE
-    LARGEST: tl.constexpr = 2.0 ** (BITS - 1) - 1.0 if SYMMETRIC else 2.0**BITS - 1.0
+    LARGEST: tl.constexpr = largest_code(BITS, SYMMETRIC)
     d = tl.arange(0, WIDTH)
     used = live[:, None] & (d < N)[None, :]
     for g in tl.static_range(GROUPS):
@@ -117,12 +119,16 @@ def _encode_side(
                 nan = x != x
                 if not SYMMETRIC:
                     x = x - load_scale(STATIC_Z + where, where >= 0, SCALE)
-                # What lies beyond 512 scales saturates, infinities too; the quotient must not overflow on the way.
-                reach = tl.broadcast_to(scale * 512.0, x.shape)
+                # What lies beyond 512 scales (2 * 57344 for E5M2) saturates, infinities too; the quotient must not
+                # overflow on the way.
+                reach = tl.broadcast_to(scale * (2.0 * LARGEST if BITS > 8 else 512.0), x.shape)
+                reach = tl.minimum(reach, 3.0e38)
+                sign = x
                 x = tl.where(nan, 0.0, tl.minimum(tl.maximum(x, -reach), reach))
                 q = quotient(x, scale, INTERP)
-                flagged = tl.max((nan & used).to(tl.int32), 1) > 0
-                tl.store(FLAGS + page, tl.full([BT], 1, tl.uint8), mask=live & flagged)
+                if BITS <= 8:
+                    flagged = tl.max((nan & used).to(tl.int32), 1) > 0
+                    tl.store(FLAGS + page, tl.full([BT], 1, tl.uint8), mask=live & flagged)
             else:
                 # Bits of magnitudes order as the magnitudes do, infinities and NaN above all: one maximum tells both.
                 extreme = tl.max(x.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
@@ -142,6 +148,7 @@ def _encode_side(
                 raw = tl.div_rn(extent, tl.full([BT], LARGEST, tl.float32))
                 bits = scale_bits(raw, extent > 0.0, SCALE)
                 q = quotient(x, widen_bits(bits, SCALE)[:, None], INTERP)
+                sign = x
                 if SYMMETRIC:
                     q = tl.where(bad[:, None], 0.0, q)
                 where = ((page * heads + h) * GROUPS + g) * PAGE + offset
@@ -151,8 +158,16 @@ def _encode_side(
             # Clamping to integers before rounding equals clamping after, and keeps q where ROUNDER rounds. The sum's
             # low bits are then the integer; symmetric codes are stored plus half their range (kvport_triton.store).
             q = tl.minimum(tl.maximum(q, -LARGEST if SYMMETRIC else 0.0), LARGEST)
-            q = q + (ROUNDER + (LARGEST + 1.0 if SYMMETRIC else 0.0))
-            packed = _pack(q.to(tl.int32, bitcast=True), BT, WIDTH, BITS)
+            if BITS > 8:
+                # Zeros keep their sign, which the quotient's corrections lose, unless there is no scale to keep it by.
+                packed = float_code_bits(q, BITS) | ((sign.to(tl.int32, bitcast=True) >> 24) & 0x80)
+                if STATIC > 0:
+                    packed = tl.where(nan, 0x7F, packed)
+                else:
+                    packed = tl.where(((bits == 0) | bad)[:, None], 0, packed)
+            else:
+                q = q + (ROUNDER + (LARGEST + 1.0 if SYMMETRIC else 0.0))
+                packed = _pack(q.to(tl.int32, bitcast=True), BT, WIDTH, BITS)
             _store_codes(
                 packed.to(tl.uint8), C, page, offset, live, run, h, heads, g * (N // PER_BYTE), N // PER_BYTE,
                 BT, BYTES, WIDTH // PER_BYTE, PAGE, TRANSPOSED,

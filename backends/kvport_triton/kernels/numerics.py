@@ -23,8 +23,34 @@ BFLOAT16 = tl.constexpr(1)
 FLOAT16 = tl.constexpr(2)
 
 
+#: Kinds of codes that are floats, where a number of bits stands for integers.
+E4M3 = tl.constexpr(43)
+E5M2 = tl.constexpr(52)
+
 #: Codes in the lowest bits of a float16 are multiples of its smallest subnormal.
 SUBNORMAL = tl.constexpr(2.0**-24)
+
+
+@triton.constexpr_function
+def code_unit(bits):
+    """What the code 1 counts as :func:`decode_subnormal` gives it (at position 0)."""
+    return 2.0**-24 if bits <= 8 else 1.0
+
+
+@triton.constexpr_function
+def largest_code(bits, symmetric):
+    """The largest finite code."""
+    if bits > 8:
+        return 448.0 if bits == 43 else 57344.0
+    return 2.0 ** (bits - 1) - 1.0 if symmetric else 2.0**bits - 1.0
+
+
+@triton.constexpr_function
+def float_code_asm(bits):
+    """PTX for four stored fp8 bytes -> four float16, exact. E5M2 is the upper half of a float16."""
+    if bits == 52:
+        return "prmt.b32 $0, $2, 0, 0x1404; prmt.b32 $1, $2, 0, 0x3424;"
+    return "{ .reg .b16 p, q; mov.b32 {p, q}, $2; cvt.rn.f16x2.e4m3x2 $0, p; cvt.rn.f16x2.e4m3x2 $1, q; }"
 
 
 @triton.constexpr_function
@@ -96,9 +122,37 @@ def decode_int(stored, POSITION: tl.constexpr, BITS: tl.constexpr, SYMMETRIC: tl
 
 
 @triton.jit
+def decode_float(stored, BITS: tl.constexpr):
+    """Stored fp8 bytes -> float32, by integer operations alone: compiled and interpreted alike."""
+    byte = stored.to(tl.int32) & 0xFF
+    if BITS == E5M2:
+        return (byte << 8).to(tl.int16).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        # Its bits in a float16's places count 2**-8, subnormals included; 0x7F and 0xFF are NaN.
+        half = (((byte & 0x80) << 8) | ((byte & 0x7F) << 7)).to(tl.int16).to(tl.float16, bitcast=True)
+        return tl.where((byte & 0x7F) == 0x7F, float("nan"), half.to(tl.float32) * 256.0)
+
+
+@triton.jit
+def decode_code(stored, POSITION: tl.constexpr, BITS: tl.constexpr, SYMMETRIC: tl.constexpr):
+    """Stored bytes -> float32 codes at ``POSITION`` of each byte."""
+    if BITS > 8:
+        return decode_float(stored, BITS)
+    else:
+        return decode_int(stored, POSITION, BITS, SYMMETRIC).to(tl.float32)
+
+
+@triton.jit
 def decode_half(stored, POSITION: tl.constexpr, BITS: tl.constexpr, INTERP: tl.constexpr):
-    """Stored bytes -> float16 codes at ``POSITION`` of each byte minus half their range, exact."""
-    if INTERP:
+    """Stored bytes -> float16 codes at ``POSITION`` of each byte, integers minus half their range, exact."""
+    if BITS > 8:
+        if INTERP:
+            return decode_float(stored, BITS).to(tl.float16)
+        else:
+            return tl.inline_asm_elementwise(
+                float_code_asm(BITS), "=r,=r,r", [stored], dtype=tl.float16, is_pure=True, pack=4
+            )
+    elif INTERP:
         return decode_int(stored, POSITION, BITS, True).to(tl.float16)
     else:
         return tl.inline_asm_elementwise(
@@ -108,12 +162,14 @@ def decode_half(stored, POSITION: tl.constexpr, BITS: tl.constexpr, INTERP: tl.c
 
 @triton.jit
 def decode_subnormal(stored, POSITION: tl.constexpr, BITS: tl.constexpr, INTERP: tl.constexpr):
-    """Stored bytes -> float16 codes times 2**-24 * plane_gain; cheaper than :func:`decode_half`.
+    """Stored bytes -> float16 codes times code_unit * plane_gain; for integers cheaper than :func:`decode_half`.
 
-    Compiled, the codes are 0 .. 2**BITS - 1, half the range above what :func:`decode_half` gives; the caller takes that
-    back. Interpreted, they are centered already.
+    Compiled, integer codes are 0 .. 2**BITS - 1, half the range above what :func:`decode_half` gives; the caller takes
+    that back. Interpreted, they are centered already.
     """
-    if INTERP:
+    if BITS > 8:
+        return decode_half(stored, POSITION, BITS, INTERP)
+    elif INTERP:
         code = decode_int(stored, POSITION, BITS, True).to(tl.float32)
         return (code * (plane_gain(BITS, POSITION) * SUBNORMAL)).to(tl.float16)
     else:
@@ -253,6 +309,31 @@ def quotient(x, scale, INTERP: tl.constexpr):
         q = x * reciprocal
         q = tl.fma(tl.fma(-q, scale, x), reciprocal, q)
         return tl.fma(tl.fma(-q, scale, x), reciprocal, q)
+
+
+@triton.jit
+def float_code_bits(q, BITS: tl.constexpr):
+    """float32 within the finite codes -> the nearest fp8 code as int32, ties to even; the sign bit is not set."""
+    dropped: tl.constexpr = 20 if BITS == E4M3 else 21
+    bias: tl.constexpr = 120 << 3 if BITS == E4M3 else 112 << 2
+    smallest: tl.constexpr = 2.0**-6 if BITS == E4M3 else 2.0**-14
+    units: tl.constexpr = 512.0 if BITS == E4M3 else 65536.0
+    size = tl.abs(q)
+    bits = size.to(tl.int32, bitcast=True)
+    normal = ((bits + ((1 << (dropped - 1)) - 1) + ((bits >> dropped) & 1)) >> dropped) - bias
+    # Subnormal codes count units; 2**23 * 1.5 is 0x4B400000, and the sum's low bits are the integer.
+    subnormal = (tl.minimum(size, smallest) * units + ROUNDER).to(tl.int32, bitcast=True) - 0x4B400000
+    return tl.where(size < smallest, subnormal, normal)
+
+
+@triton.jit
+def round_bf16(x, INTERP: tl.constexpr):
+    """float32 rounded to bfloat16; the interpreter, which truncates, keeps it in float32."""
+    if INTERP:
+        rounded = widen_bits(round_bits(x, BFLOAT16), BFLOAT16)
+        return tl.where(x == x, rounded, x)
+    else:
+        return x.to(tl.bfloat16)
 
 
 @triton.jit
