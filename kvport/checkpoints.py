@@ -41,7 +41,7 @@ from kvport.model_config import ModelGeometry, read_model_config
 from kvport.recipes import Recipe
 from kvport.scales import LayerScales, SideScales, resolve_scales, warn_unit_scales
 
-_LAYER: Final = r"(?P<prefix>(?:[^.]+\.)*?)(?P<layer>\d+)\."
+_LAYER: Final = r"(?P<prefix>(?:[^.]+\.)*?)(?P<layer>[0-9]+)\."
 _MODELSLIM: Final = re.compile(_LAYER + r"(?:.*\.)?(?P<side>[kv])_proj\.kv_cache_(?P<part>scale|offset)")
 _VLLM: Final = (
     re.compile(_LAYER + r"(?:.*\.)?(?P<side>[kv]|kv)_(?P<part>scale|zero_point)"),

@@ -18,6 +18,7 @@ from kvport import (
     CacheLayout,
     ImageError,
     LayerSpec,
+    OutOfMemory,
     PagedCache,
     PageImage,
     SequenceError,
@@ -355,3 +356,10 @@ def test_statistics_are_of_one_moment() -> None:
     before = cache.stats()
     cache.match(range(8))
     assert (before.prefix.lookups, cache.stats().prefix.lookups) == (0, 1)
+
+
+@pytest.mark.parametrize("size", [{"head_dim": 2**30}, {"head_dim": 2**30, "kv_heads": 2**30}, {"head_dim": 2**20}])
+def test_pools_that_no_machine_can_hold_are_out_of_memory(size: dict[str, int]) -> None:
+    """Petabytes, more bytes than 64 bits count, and the largest page count."""
+    with pytest.raises(OutOfMemory, match=r"cpu could not allocate \d+ int8 pages .* GiB\); open with fewer tokens"):
+        kvport.open("cpu", layers=2, tokens=2**31 - 1, **{"kv_heads": 1, **size})

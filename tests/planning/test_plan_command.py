@@ -115,7 +115,9 @@ def test_the_table_says_how_to_open_these_pools(model: str, capsys: pytest.Captu
         assert line.split()[3:] == [f"{cache.stats().pools[0].total + 1},", str(cache.stats().pools[1].total + 1)]
 
 
-@pytest.mark.parametrize("size", ["9" * 400, "1e99", "\u0661GiB", "-1", "80 GiBs", "1.5.5GB", ""])
+@pytest.mark.parametrize(
+    "size", [pytest.param("9" * 400, id="400 digits"), "1e99", "\u0661GiB", "-1", "80 GiBs", "1.5.5GB", ""]
+)
 def test_what_is_no_size(size: str, model: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(["plan", "--model", model, "--tokens", "4096", f"--memory={size}"])

@@ -327,7 +327,23 @@ def test_the_commands_print_and_write(tmp_path: Path, capsys: pytest.CaptureFixt
     assert "| pair |" in markdown.read_text(encoding="utf-8")
 
 
-@pytest.mark.parametrize("contents", ["", "{", "[]", "{}", '{"schema_version": 2}'])
+@pytest.mark.parametrize("number", ["1e999", "-1e999", "Infinity", "NaN", pytest.param("9" * 400, id="400 digits"),
+                                    pytest.param("9" * 5000, id="5000 digits")])  # fmt: skip
+def test_numbers_that_are_none_are_refused(number: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "x.json"
+    text = json.dumps(record())
+    assert text.count('"seconds": 1.0') == 1
+    path.write_text(text.replace('"seconds": 1.0', f'"seconds": {number}'), encoding="utf-8")
+    for command in (["verify-report", str(path)], ["compare", str(path), str(path)]):
+        assert main(command) == 1
+        said = capsys.readouterr().err
+        assert said.startswith(f"kvport {command[0]}: error: {path}")
+        assert "run.seconds" in said or "is no JSON file" in said
+
+
+@pytest.mark.parametrize(
+    "contents", ["", "{", "[]", "{}", '{"schema_version": 2}', pytest.param("[" * 200_000, id="deep")]
+)
 def test_other_files_are_refused(contents: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "x.json"
     path.write_text(contents, encoding="utf-8")
