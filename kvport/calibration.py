@@ -28,22 +28,25 @@ from __future__ import annotations
 import math
 import platform
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
 from kvport import codec
 from kvport.codec_floats import NVFP4_RANGE
-from kvport.errors import InvalidArgument, ScaleError, Unsupported
+from kvport.errors import InvalidArgument, ScaleError
 from kvport.formats import CODES, CacheFormat, TensorFormat
 from kvport.layout import CacheLayout, GroupLayout, LayerSpec
 from kvport.outliers import choose_channels, mask_channels
 from kvport.recipes import Recipe
 from kvport.rotation import rotate
 from kvport.scales import LayerScales, SideScales, resolve_scales
+
+if TYPE_CHECKING:
+    from kvport.integrations.observing import Forward
 
 #: Shares of the whole range that the method ``mse`` tries.
 CLIPS: Final = tuple(1.0 - 0.02 * step for step in range(41))
@@ -355,34 +358,36 @@ def calibrate_model(
 
     Layers are numbered as in :class:`kvport.integrations.transformers.KVPortCache`: those that store K and V, in order.
 
-    Raises :class:`Unsupported` for latent formats: transformers hands its caches expanded K and V, not the latent.
+    Latent (MLA) models take a latent format, such as ``latent=int8:tensor:static,rope=bf16``, and others do not: raises
+    :class:`LayoutError` where model and format do not go together.
     """
     from kvport.integrations.observing import observe_cache
 
     fmt = CacheFormat.parse(format)
-    if fmt.rope is not None:
-        raise Unsupported(
-            f"format {fmt} stores a latent part, and transformers hands its caches K and V expanded from it; feed a "
-            "Calibrator with the latent from your own engine"
-        )
     calibrator: Calibrator | None = None
     for forward in observe_cache(model, ids, mask=mask, chunk=chunk, progress=progress):
         if calibrator is None:
-            calibrator = Calibrator(_layout(fmt, forward.layers.values()), method)
+            calibrator = Calibrator(_layout(fmt, forward), method)
         valid = forward.valid & (forward.positions >= fmt.sink)
-        for local, (key, value) in enumerate(forward.layers.values()):
-            calibrator.observe(local, key, value, valid)
+        for local, (layer, (key, value)) in enumerate(forward.layers.items()):
+            if layer in forward.latent:
+                calibrator.observe(local, torch.cat((key, value), -1), None, valid)
+            else:
+                calibrator.observe(local, key, value, valid)
     assert calibrator is not None
     return calibrator.recipe({**versions(), **(provenance or {})})
 
 
-def _layout(fmt: CacheFormat, layers: Iterable[tuple[Tensor, Tensor]]) -> CacheLayout:
-    """The layout of a model's layers, read off their first K and V ``(tokens, heads, dim)``."""
-    specs = tuple(
-        LayerSpec(kv_heads=k.shape[1], query_heads=k.shape[1], key_dim=k.shape[2], value_dim=v.shape[2])
-        for k, v in layers
-    )
-    return CacheLayout(specs, fmt)
+def _layout(fmt: CacheFormat, forward: Forward) -> CacheLayout:
+    """The layout of a model's layers, read off what its first forward brought."""
+    specs = []
+    for layer, (key, value) in forward.layers.items():
+        heads, dims = key.shape[1], (key.shape[2], value.shape[2])
+        if layer in forward.latent:
+            specs.append(LayerSpec(1, 1, key_dim=sum(dims), value_dim=dims[0], latent=True))
+        else:
+            specs.append(LayerSpec(heads, heads, *dims))
+    return CacheLayout(tuple(specs), fmt)
 
 
 def versions() -> dict[str, str]:

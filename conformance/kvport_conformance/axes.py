@@ -13,6 +13,7 @@ from typing import Final, Literal
 
 from kvport.formats import CacheFormat, TensorFormat
 from kvport_conformance.oracle_codec import BLOCK_SIZE, FLOAT_PAGES, CodecSpec, plane_shapes
+from kvport_conformance.oracle_rotation import block_of
 
 Tier = Literal["quick", "full"]
 TIERS: Final[tuple[Tier, ...]] = ("quick", "full")
@@ -32,6 +33,7 @@ class Geometry:
     layers: int = 2
     window: int | None = None
     dtype: str = "float32"
+    latent: bool = False
 
     @property
     def name(self) -> str:
@@ -43,6 +45,8 @@ class Geometry:
             parts.append(f"w{self.window}")
         if self.dtype != "float32":
             parts.append(DTYPE_WORDS[self.dtype])
+        if self.latent:
+            parts.append("mla")
         return "-".join(parts)
 
 
@@ -60,6 +64,13 @@ def geometry(
     return Geometry(
         kv_heads, query_heads, dim, dim if value_dim is None else value_dim, page_size, layers, window, dtype
     )
+
+
+def mla(
+    query_heads: int, latent: int, rope: int, page_size: int, *, layers: int = 2, dtype: str = "float32"
+) -> Geometry:
+    """A latent (MLA) geometry: K is ``latent`` channels and ``rope`` more, V the latent part."""
+    return Geometry(1, query_heads, latent + rope, latent, page_size, layers, None, dtype, latent=True)
 
 
 # --- formats --------------------------------------------------------------------------------------------------------
@@ -110,8 +121,80 @@ PAIR_FORMATS: Final = (
     "k=int8:channel:static:scale=bf16,v=int4:g16",
 )
 
+#: A few channels of each KV head kept in float32.
+OUTLIER_FORMATS: Final = (
+    "k=int4:g16:outliers=4,v=int4:g16",
+    "int8:outliers=3",
+    "int2:g16:asym:scale=fp16:outliers=2",
+    "k=int8:channel:static:scale=bf16:outliers=2,v=fp8_e4m3:outliers=1",
+)
+
 DYNAMIC_FORMATS: Final = (*INTEGER_FORMATS, "fp8_e4m3", "mxfp4", "nvfp4", *PAIR_FORMATS[:2])
-FORMATS: Final = (*FLOAT_FORMATS, *INTEGER_FORMATS, *STATIC_FORMATS, *SMALL_FLOAT_FORMATS, *PAIR_FORMATS)
+FORMATS: Final = (
+    *FLOAT_FORMATS, *INTEGER_FORMATS, *STATIC_FORMATS, *SMALL_FLOAT_FORMATS, *PAIR_FORMATS, *OUTLIER_FORMATS,
+)  # fmt: skip
+
+#: Latent (MLA) layers: the latent part, which is V too, and the rotary part, each in its own format.
+LATENT_FORMATS: Final = (
+    "latent=int8,rope=bf16",
+    "latent=int4:g16:asym,rope=int8",
+    "latent=fp8_e4m3:g32,rope=bf16",
+    "latent=int8:tensor:static,rope=fp32",
+    "latent=bf16,rope=bf16",
+    "latent=int4:g32:outliers=3,rope=fp8_e5m2",
+    "latent=nvfp4,rope=fp16",
+    "latent=int8:g64:scale=fp16,rope=bf16",
+)
+
+#: Codes that exist for whole pages only: one scale over several tokens, and sparse outliers.
+SEALED_ONLY: Final = (
+    "int2:c16:asym:scale=fp16",
+    "k=int4:c16,v=int4:g16",
+    "k=int8:c16:scale=bf16,v=int8",
+    "int4:g16:sparse=24",
+    "k=int8:channel:static:sparse=8,v=int2:c16:asym:scale=fp16:sparse=16",
+)
+
+#: Near and far pages.
+TIERED: Final = (
+    "int8,recent=20",
+    "int8,sink=4",
+    "int4:g16:asym,sink=20,recent=17",
+    "int8,recent=16:fp8_e4m3",
+    "int8:head:static,recent=16",
+    "k=int2:c16:asym:scale=fp16,v=int2:g16:asym:scale=fp16,recent=32",
+    "k=int4:c16,v=int4:g16",
+    "mxfp4,recent=1",
+    "int4:g16:sparse=24",
+    "k=int8:channel:static:sparse=8,v=int2:c16:asym:scale=fp16:sparse=16,recent=3",
+    "k=int4:g16:outliers=4,v=int8,recent=20",
+    "int4:g16:asym,recent=17,rotate=7",
+)
+#: Tiers of latent layers.
+LATENT_TIERED: Final = (
+    "latent=int8,rope=bf16,recent=20",
+    "latent=int4:c16:sparse=9,rope=int8",
+    "latent=int4:g16,rope=bf16,sink=3,rotate=4",
+)
+
+#: K behind a rotation.
+ROTATED_FORMATS: Final = ("int4:g16,rotate=7", "k=int8:asym,v=int4:g16,rotate=4294967295")
+
+
+def _granularities(code: str, symmetries: tuple[str, ...]) -> list[str]:
+    """Every granularity of a code, with every symmetry it has."""
+    dynamic = [f"{code}{size}{symmetry}" for size in ("", ":g16", ":c16") for symmetry in symmetries]
+    static = [f"{code}:{g}{symmetry}:static" for g in ("tensor", "head", "channel") for symmetry in symmetries]
+    return [*dynamic, *static]
+
+
+#: Every code with every granularity and symmetry that it has.
+MATRIX: Final = (
+    *FLOAT_FORMATS,
+    *(text for code in ("int8", "int4", "int2") for text in _granularities(code, ("", ":asym"))),
+    *(text for code in ("fp8_e4m3", "fp8_e5m2") for text in _granularities(code, ("",))),
+    "mxfp4", "nvfp4", "nvfp4:static",
+)  # fmt: skip
 
 #: One format of each way to read a page: what attention's quick cases run with.
 FAMILIES: Final = (
@@ -129,6 +212,7 @@ FAMILIES: Final = (
     "mxfp4",
     "nvfp4",
     "k=int8:asym,v=int4:g32",
+    "k=int4:g16:outliers=4,v=int4:g16",
 )
 #: One format of each kind of arithmetic: what geometry and feature cases run with in the quick tier.
 KINDS: Final = ("fp32", "int8", "int4:g16:asym")
@@ -153,6 +237,11 @@ GEOMETRIES: Final = (
     geometry(2, 4, 64, 16, value_dim=128),
     geometry(2, 2, 128, 128, value_dim=64),
 )
+
+#: Latent layers: a small one, and DeepSeek-V2's 512 + 64.
+MLA: Final = mla(4, 64, 16, 16)
+DEEPSEEK: Final = mla(8, 512, 64, 16)
+LATENT_GEOMETRIES: Final = (MLA, DEEPSEEK, mla(3, 128, 32, 48, dtype="bfloat16"), mla(16, 512, 64, 128, layers=3))
 
 HALF_GEOMETRIES: Final = tuple(
     geometry(2, 4, 64, page_size, dtype=dtype) for dtype in ("bfloat16", "float16") for page_size in (16, 128)
@@ -214,12 +303,20 @@ def parse(text: str) -> CacheFormat:
 def fits(format_text: str, shape: Geometry) -> bool:
     """Whether the format divides this geometry's dims; what does not is no case at all."""
     fmt = parse(format_text)
+    if shape.latent != (fmt.rope is not None):
+        return False
+    dims = {"key": shape.key_dim, "value": shape.value_dim}
+    sides = [(fmt.key, dims["key"]), (fmt.value, dims["value"])]
+    if fmt.rope is not None:
+        sides = [(fmt.key, dims["value"]), (fmt.rope, dims["key"] - dims["value"])]
     try:
-        plane_shapes(spec_of(fmt.key), shape.page_size, shape.kv_heads, shape.key_dim)
-        plane_shapes(spec_of(fmt.value), shape.page_size, shape.kv_heads, shape.value_dim)
+        for side, dim in sides:
+            plane_shapes(spec_of(side, shape.page_size), shape.page_size, shape.kv_heads, dim)
+        if fmt.rotate is not None:
+            block_of(sides[0][1])
     except ValueError:
         return False
-    return True
+    return all(side.outliers < dim and side.sparse < dim * shape.page_size for side, dim in sides)
 
 
 def product(
@@ -257,18 +354,21 @@ def every_format(**options: int | str) -> list[Variant]:
     return [
         *product(FORMATS, (BASE,), "quick", **options),
         *product(CORE, (MODEL,), "quick", **options),
+        *product(LATENT_FORMATS[:3], (MLA,), "quick", **options),
         *half_models(**options),
-        *product(FORMATS, GEOMETRIES, "full", **options),
+        *product((*FORMATS, *LATENT_FORMATS), (*GEOMETRIES, *LATENT_GEOMETRIES), "full", **options),
     ]
 
 
 def families(**options: int | str) -> list[Variant]:
-    """Quick: one format of each way to read a page at the base geometry, core formats at the model geometry."""
+    """Quick: one format of each way to read a page at the base geometry, core formats at the model geometry, and two of
+    latent layers."""
     return [
         *product(FAMILIES, (BASE,), "quick", **options),
         *product(CORE, (MODEL,), "quick", **options),
+        *product(LATENT_FORMATS[:2], (MLA,), "quick", **options),
         *half_models(**options),
-        *product(FORMATS, GEOMETRIES, "full", **options),
+        *product((*FORMATS, *LATENT_FORMATS), (*GEOMETRIES, *LATENT_GEOMETRIES), "full", **options),
     ]
 
 
@@ -278,6 +378,7 @@ def every_geometry(**options: int | str) -> list[Variant]:
         *product(("int8",), GEOMETRIES, "quick", **options),
         *product(("int4:g16:asym",), GEOMETRIES[3:7], "quick", **options),
         *product(("int8",), HALF_GEOMETRIES[::2], "quick", **options),
+        *product((LATENT_FORMATS[0], "latent=fp8_e4m3:g128,rope=bf16"), LATENT_GEOMETRIES[1:3], "quick", **options),
         *every_half_model(**options),
         *product(FORMATS, (*GEOMETRIES, *HALF_GEOMETRIES), "full", **options),
     ]

@@ -21,11 +21,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvport.backend import Backend, Plan, StepArrays, Store, Support
+from kvport.backend import Backend, Plan, StepArrays, Store, Support, storage_features
 from kvport.errors import ScaleError, Unsupported
 from kvport.layout import GroupLayout
 from kvport.scales import LayerScales
-from kvport_conformance import hints, inputs, judge, oracle_attention
+from kvport_conformance import hints, inputs, judge, oracle_attention, oracle_rotation
 from kvport_conformance.axes import Geometry, parse
 from kvport_conformance.cases import Case
 from kvport_conformance.content import Content, Ids
@@ -71,9 +71,9 @@ SAMPLED_ROWS: Final = 24
 
 
 def group_layout(format_text: str, shape: Geometry) -> GroupLayout:
-    """What a backend is asked to store for a format and a geometry."""
+    """What a backend is asked to store for a format and a geometry: tiers and rotation are the core's affair."""
     return GroupLayout(
-        format=parse(format_text),
+        format=parse(format_text).far(),
         layers=shape.layers,
         kv_heads=shape.kv_heads,
         query_heads=shape.query_heads,
@@ -82,6 +82,7 @@ def group_layout(format_text: str, shape: Geometry) -> GroupLayout:
         page_size=shape.page_size,
         window=shape.window,
         dtype=DTYPES[shape.dtype],
+        latent=shape.latent,
     )
 
 
@@ -146,6 +147,8 @@ class Bench:
             raise Disagreement(f"support() must return a kvport.backend.Support, got {type(support).__name__}")
         if not support.ok:
             raise NotSupported("; ".join(support.reasons))
+        if lacking := sorted(storage_features(layout) - support.features):
+            raise NotSupported(f"features not declared for this layout: {', '.join(lacking)}")
         wanted = set(self.case.requires) | ({"window"} if layout.window is not None else set())
         if lacking := sorted(wanted - support.features):
             raise NotSupported(f"features not declared for this layout: {', '.join(lacking)}")
@@ -173,8 +176,8 @@ class Bench:
 
     # -- inputs --------------------------------------------------------------------------------------------------
 
-    def content(self, layout: GroupLayout, layer: int) -> Content:
-        return Content.of(layout, _derive(self.seed, "scales", layer))
+    def content(self, layout: GroupLayout, layer: int, rotate: int | None = None) -> Content:
+        return Content.of(layout, _derive(self.seed, "scales", layer), rotate)
 
     def tokens(
         self,
@@ -186,10 +189,13 @@ class Bench:
         stream: str = "a",
         dtype: str | None = None,
     ) -> tuple[Float32Array, Float32Array]:
-        """K and V of ``count`` tokens of a layer, from position ``start`` of a named stream."""
+        """K and V of ``count`` tokens of a layer, from position ``start`` of a named stream. A latent layer's V is the
+        latent part of its K."""
         seed = _derive(self.seed, "tokens", stream, layer)
         name = dtype or self.dtype
         key = _run("key", seed, layout.kv_heads, layout.key_dim, name, start, count)
+        if layout.latent:
+            return key, key[..., : layout.value_dim].copy()
         value = _run("value", seed, layout.kv_heads, layout.value_dim, name, start, count)
         return key, value
 
@@ -265,8 +271,8 @@ class Held:
                 fill_bytes(buffer, fill)
 
     def scales(self) -> list[LayerScales] | None:
-        """What the store's static format was given."""
-        return [content.scales() for content in self.contents] if self.layout.format.static else None
+        """What the store's format needed beforehand."""
+        return [content.scales() for content in self.contents] if self.layout.format.calibrated else None
 
     @property
     def device(self) -> torch.device:
@@ -297,7 +303,7 @@ class Held:
         before = (k.clone(), v.clone())
         given = torch.from_numpy(where.copy()).to(self.device)
         with poisoned_allocations():
-            answer = self.bench.backend.append(self.store, layer, k, v, given)
+            answer = self.bench.backend.append(self.store, layer, k, None if self.layout.latent else v, given)
         if answer is not None:
             raise Disagreement(f"append returns None, got {type(answer).__name__}")
         for what, now, then in (("key", k, before[0]), ("value", v, before[1])):
@@ -512,9 +518,11 @@ def judge_rows(
     lse: bool = True,
     weight_error: float = 0.0,
     tokens: tuple[Content, Ids] | None = None,
+    turned: tuple[int, int] | None = None,
 ) -> None:
     """Judge the query rows of one sequence against float64 attention over its decoded keys and values.
 
+    ``turned``: (seed, dim) of the rotation that the values are behind, and the observed outputs turned back from.
     ``lse`` is False where the backend declares that it gives none: all of it must be NaN then. ``weight_error`` is
     what it declares of its softmax weights, see ``oracle_attention.attention_bound``. ``tokens`` are the table and the
     numbers of the tokens behind ``key`` and ``value``, where one table has them all; only hints need them.
@@ -531,12 +539,18 @@ def judge_rows(
         # Later keys than the run's last position are invisible to it; leaving them out keeps the oracle quick.
         end = max(0, min(len(key), begin + last - first))
         arguments = query[rows], key[:end], value[:end]
+        expected = oracle_attention.attend(*arguments, query_start=begin, **given)
+        bound = oracle_attention.attention_bound(
+            *arguments, query_start=begin, query_dtype=query_dtype, weight_error=weight_error, **given
+        )
+        if turned is not None:
+            step = oracle_attention.PRODUCT_ERROR[query_dtype]
+            back, allowed = oracle_rotation.turn_back(expected[0], bound[0], *turned, step)
+            expected, bound = (back, expected[1]), (allowed, bound[1])
         judge.judge_attention(
             observed=seen,
-            expected=oracle_attention.attend(*arguments, query_start=begin, **given),
-            bound=oracle_attention.attention_bound(
-                *arguments, query_start=begin, query_dtype=query_dtype, weight_error=weight_error, **given
-            ),
+            expected=expected,
+            bound=bound,
             who=who if (first, last) == (0, len(query)) else f"{who}, rows {first} .. {last - 1}",
             figures=figures,
             lse=lse,

@@ -82,9 +82,17 @@ def stored(found: Stored, side: Side, plane: str) -> str:
     wrong = _differing_rows(want, have)
     if (np.ascontiguousarray(have[wrong]).view(np.uint8) == FILL).all():
         return _line(["never written (the bytes are those the pages were filled with)"])
-    guesses = _code_guesses(found, side) if plane == "codes" else _scale_guesses(found, side, plane)
+    if _plain(found.content, side):
+        guesses = _code_guesses(found, side) if plane == "codes" else _scale_guesses(found, side, plane)
+    else:
+        guesses = []
     words = [words for words, guess in guesses if _is(guess, have)]
     return _line(words or [*_left_behind(found, side, plane, wrong), *_moved(found.places, want, have, wrong)])
+
+
+def _plain(content: Content, side: Side) -> bool:
+    """Whether there is a K and a V, and nothing is kept apart from its codes: the guesses below are about these."""
+    return not content.latent and not side.spec.outliers and not side.spec.sparse
 
 
 def _is(guess: Callable[[], Array | None], have: Array) -> bool:
@@ -314,6 +322,8 @@ def _all(values: Array, like: Array) -> Array:
 
 def _decodings(content: Content, name: str, ids: Ids) -> Iterator[tuple[str, Callable[[], Float32Array]]]:
     """Ways to read one side of these tokens, each wrong in one thing: (words, float32 rows)."""
+    if content.latent or not _plain(content, content.sides[name]):
+        return
     side = content.sides[name]
     other = content.sides["value" if name == "key" else "key"]
     spec, planes = side.spec, content.side_planes(name, ids)

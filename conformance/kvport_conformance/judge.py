@@ -12,7 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvport_conformance import bounds, hints, oracle_attention, oracle_codec
-from kvport_conformance.content import SIDES, Content, Ids, Side
+from kvport_conformance.content import Content, Ids, Side
 from kvport_conformance.figures import Figures
 from kvport_conformance.oracle_floats import Array, BoolArray, Float32Array
 from kvport_conformance.verdicts import Disagreement
@@ -39,8 +39,7 @@ def judge_planes(
     words where each row lies; ``former`` are the tokens that a copy or an import should have replaced there.
     """
     found = hints.Stored(content, ids, observed, places, former)
-    for name in SIDES:
-        side = content.sides[name]
+    for name, side in content.sides.items():
         expected = content.side_planes(name, ids)
         seen = {plane: observed[f"{name}.{plane}"] for plane in expected}
         _judge_scales(found, side, expected, seen, places, figures, exactness, unambiguous)
@@ -142,9 +141,9 @@ def judge_gathered(
     distance = np.abs(observed.astype(np.float64) - expected)
     allowed = 0.0
     if exactness == "one-code":
-        side = content.sides[name]
+        side = content.sides.get(name)  # None for K of a latent layer, whose zeros only make it smaller
         largest = np.abs(expected)
-        if side.spec.has_zero:
+        if side is not None and side.spec.has_zero:
             zero = side.element_zero(content.side_planes(name, ids), expected.shape)
             largest = np.maximum(largest, np.abs(zero))
         with np.errstate(invalid="ignore"):

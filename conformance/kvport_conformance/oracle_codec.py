@@ -451,6 +451,15 @@ def _channel_mask(spec: CodecSpec, channels: npt.ArrayLike | None, shape: tuple[
     return mask
 
 
+def _sparse_mask(spec: CodecSpec, planes: Mapping[str, Array], shape: tuple[int, ...]) -> BoolArray:
+    """(tokens, heads, dim): which numbers the planes keep apart."""
+    mask = np.zeros(shape, np.bool_)
+    for page, head, entry in np.argwhere(planes["sparse_index"] >= 0).tolist():
+        e = int(planes["sparse_index"][page, head, entry])
+        mask[page * spec.page + e // shape[-1], head, e % shape[-1]] = True
+    return mask
+
+
 def _sparse_choice(
     spec: CodecSpec, x: Float32Array, static_scale: npt.ArrayLike | None, static_zero: npt.ArrayLike | None
 ) -> tuple[BoolArray, dict[str, Array]]:
@@ -781,6 +790,7 @@ def round_trip_bound(
     planes: Mapping[str, Array],
     static_scale: npt.ArrayLike | None = None,
     static_zero: npt.ArrayLike | None = None,
+    channels: npt.ArrayLike | None = None,
 ) -> npt.NDArray[np.float64]:
     """The allowed |x - x_hat| of each element, float64 (tokens, heads, dim), for planes that `encode` would write.
 
@@ -791,6 +801,12 @@ def round_trip_bound(
     Infinite, that is no promise, where x is not finite, its group is poisoned, or the value is counted as saturated.
     """
     _check_planes(spec, planes, x.shape[-1])
+    if spec.outliers or spec.sparse:  # what is kept apart is exact
+        taken = _channel_mask(spec, channels, x.shape) if spec.outliers else _sparse_mask(spec, planes, x.shape)
+        rest = {n: p for n, p in planes.items() if not n.startswith(("outliers", "sparse_"))}
+        left = np.where(taken, np.float32(0.0), x)
+        allowed = round_trip_bound(_without_kept(spec), left, rest, static_scale, static_zero)
+        return np.where(taken, np.where(np.isfinite(x), 0.0, np.inf), allowed)
     with np.errstate(over="ignore", under="ignore", invalid="ignore"):
         if spec.code in FLOAT_PAGES:
             small = FLOAT_PAGES[spec.code]

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Final
 
+from kvport.formats import TensorFormat
 from kvport_conformance.axes import FLOAT_FORMATS, FRACTAL, HALF_FORMATS, HALF_MODELS, parse
 from kvport_conformance.cases import MANDATORY, Case
 
@@ -23,9 +24,18 @@ class Profile:
     holds: Callable[[Case], bool]
 
 
-def _codes(case: Case) -> set[str]:
+def _sides(case: Case) -> list[TensorFormat]:
     fmt = parse(case.format)
-    return {fmt.key.code, fmt.value.code}
+    return [side for side in (fmt.key, fmt.value, fmt.rope) if side is not None]
+
+
+def _kept(case: Case) -> bool:
+    return any(side.outliers or side.sparse for side in _sides(case))
+
+
+def _codes(case: Case) -> set[str]:
+    """Codes of K and V; of none where pages hold more than these, which has profiles of its own."""
+    return set() if case.geometry.latent or _kept(case) else {side.code for side in _sides(case)}
 
 
 def _core(case: Case) -> bool:
@@ -60,15 +70,28 @@ PROFILES: Final = (
     Profile(
         "float",
         "fp32, fp16 and bf16 pages: the paging without the quantization",
-        lambda c: _codes(c) <= set(FLOAT_FORMATS),
+        lambda c: bool(_codes(c)) and _codes(c) <= set(FLOAT_FORMATS),
     ),
     Profile("int8", "every int8 format: groups, zeros, scale dtypes, calibrated scales", lambda c: "int8" in _codes(c)),
     Profile("kv4", "4-bit and 2-bit integers", lambda c: bool(_codes(c) & {"int4", "int2"})),
     Profile("fp8", "8-bit floats", lambda c: any(code.startswith("fp8") for code in _codes(c))),
     Profile("fp4", "4-bit float blocks: mxfp4 and nvfp4", lambda c: bool(_codes(c) & {"mxfp4", "nvfp4"})),
-    Profile("static", "calibrated scales", lambda c: parse(c.format).static),
-    Profile("tiers", "sealing, sink and recent tokens in higher precision", lambda c: c.chapter == "tiers"),
-    Profile("features", "window, soft cap, sink logits, partials", lambda c: c.chapter == "features"),
+    Profile("static", "calibrated scales", lambda c: bool(_codes(c)) and parse(c.format).static),
+    Profile("mla", "latent layers: latent and rotary part apart, V stored once", lambda c: c.geometry.latent),
+    Profile(
+        "outliers",
+        "numbers kept apart from the codes: outlier channels, sparse outliers",
+        _kept,
+    ),
+    Profile("rotation", "K behind a seeded Hadamard rotation", lambda c: parse(c.format).rotate is not None),
+    Profile(
+        "tiers",
+        "sealing, sink and recent tokens in higher precision",
+        lambda c: bool(_codes(c)) and c.chapter == "tiers",
+    ),
+    Profile(
+        "features", "window, soft cap, sink logits, partials", lambda c: bool(_codes(c)) and c.chapter == "features"
+    ),
 )
 
 

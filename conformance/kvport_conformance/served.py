@@ -15,16 +15,43 @@ import torch
 
 from kvport.cache import PagedCache
 from kvport.errors import KVPortError
-from kvport.layout import CacheLayout
+from kvport.layout import CacheLayout, LayerSpec
 from kvport.sequences import Sequence as CacheSequence
 from kvport_conformance import judge
 from kvport_conformance.axes import Geometry, parse
 from kvport_conformance.bench import FILL, Bench, check_answer, judge_rows
-from kvport_conformance.content import Ids
-from kvport_conformance.oracle_floats import Array
+from kvport_conformance.content import Content, Ids
+from kvport_conformance.oracle_floats import BF16, FP16, Array
 from kvport_conformance.tensors import DTYPES, fill_bytes, plane_to_numpy, poisoned_allocations, to_torch
 
 __tracebackhide__ = True  # as in bench.py
+
+
+def cache_layout(format_text: str, shape: Geometry) -> CacheLayout:
+    """Equal layers of a geometry in a format."""
+    spec = LayerSpec(
+        kv_heads=shape.kv_heads,
+        query_heads=shape.query_heads,
+        key_dim=shape.key_dim,
+        value_dim=shape.value_dim,
+        window=shape.window,
+        latent=shape.latent,
+    )
+    return CacheLayout((spec,) * shape.layers, parse(format_text), shape.page_size, DTYPES[shape.dtype])
+
+
+def turned_queries(content: Content, query: Array, dtype: str) -> Array:
+    """Queries as they attend: behind the rotation of K where there is one, in float32, rounded to their dtype."""
+    if content.rotate is None:
+        return query
+    small = {"float32": None, "float16": FP16, "bfloat16": BF16}[dtype]
+    turned = content.turned(query)
+    return turned if small is None else small.round(turned)
+
+
+def turned_values(content: Content) -> tuple[int, int] | None:
+    """The rotation that V is behind: a latent layer's is that of its K's latent part."""
+    return (content.rotate, content.rotated_dim) if content.latent and content.rotate is not None else None
 
 
 class Served:
@@ -37,24 +64,15 @@ class Served:
         self.bench = bench
         self.group = bench.layout(geometry=geometry)
         shape = geometry or bench.geometry
-        self.layout = CacheLayout.uniform(
-            layers=shape.layers,
-            kv_heads=shape.kv_heads,
-            query_heads=shape.query_heads,
-            head_dim=shape.key_dim,
-            value_dim=shape.value_dim,
-            window=shape.window,
-            format=parse(bench.case.format),
-            page_size=shape.page_size,
-            dtype=DTYPES[shape.dtype],
-        )
-        self.contents = [bench.content(self.group, layer) for layer in range(shape.layers)]
+        self.layout = cache_layout(bench.case.format, shape)
+        rotate = self.layout.format.rotate
+        self.contents = [bench.content(self.group, layer, rotate) for layer in range(shape.layers)]
         scales = {layer: content.scales() for layer, content in enumerate(self.contents)}
         self.cache = PagedCache(
             bench.backend,
             self.layout,
             [pages],
-            scales=scales if self.group.format.static else None,
+            scales=scales if self.group.format.calibrated else None,
             share_prefixes=share,
         )
         # Suites may look behind the curtain where users may not: nothing unwritten is to be trusted.
@@ -92,6 +110,12 @@ class Served:
     def free(self, sequence: CacheSequence) -> None:
         sequence.free()
         del self.tokens[sequence]
+
+    def moved(self, sequence: CacheSequence, pages: int) -> tuple[Served, CacheSequence]:
+        """The sequence's page image inserted into another cache, which knows the same tokens."""
+        other = Served(self.bench, pages)
+        other.contents = self.contents
+        return other, other.adopt(other.cache.insert(self.cache.export(sequence)), self.tokens[sequence])
 
     # -- tokens --------------------------------------------------------------------------------------------------
 
@@ -134,10 +158,10 @@ class Served:
 
     def append(self, step: Any, layer: int, numbers: Ids) -> None:
         device = self.bench.backend.torch_device
-        source = self.contents[layer].source
-        key, value = (to_torch(source[name][numbers], self.bench.dtype, device) for name in ("key", "value"))
+        given = self.contents[layer].given
+        key, value = (to_torch(given[name][numbers], self.bench.dtype, device) for name in ("key", "value"))
         with poisoned_allocations():
-            step.append(layer, key, value)
+            step.append(layer, key, None if self.group.latent else value)
 
     def attend(
         self,
@@ -166,6 +190,7 @@ class Served:
             "sinks": sinks,
         }
         content = self.contents[layer]
+        query = turned_queries(content, query, self.bench.dtype)
         first = 0
         for s, (sequence, numbers) in enumerate(tokens.items()):
             rows = slice(first, first := first + len(numbers))
@@ -183,6 +208,7 @@ class Served:
                 lse=self.bench.gives_lse(self.group),
                 weight_error=self.bench.weight_error,
                 tokens=(content, np.asarray(held, np.int64)),
+                turned=turned_values(content),
             )
 
     # -- at rest -------------------------------------------------------------------------------------------------

@@ -15,13 +15,13 @@ import numpy as np
 
 from kvport.cache import PagedCache
 from kvport.formats import CacheFormat, TensorFormat
-from kvport.layout import CacheLayout, GroupLayout
 from kvport.sequences import Sequence as CacheSequence
 from kvport_conformance import judge
 from kvport_conformance.axes import parse
 from kvport_conformance.bench import FILL, Bench, check_answer, judge_rows
 from kvport_conformance.content import Content, Ids
 from kvport_conformance.oracle_floats import Array
+from kvport_conformance.served import cache_layout, turned_queries, turned_values
 from kvport_conformance.tensors import DTYPES, fill_bytes, plane_to_numpy, poisoned_allocations, to_torch
 
 FLOAT_CODES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -37,24 +37,18 @@ class Tiered:
         self.format = parse(bench.case.format)
         shape = bench.geometry
         near = self.format.near or TensorFormat(FLOAT_CODES[shape.dtype])
-        self.far_layout = self._layout(CacheFormat(self.format.key, self.format.value))
-        self.near_layout = self._layout(CacheFormat(near, near))
+        self.far_layout = bench.layout()
+        rope = None if self.format.rope is None else near
+        self.near_layout = bench.layout(str(CacheFormat(near, near, rope=rope)))
         self.far_contents = [bench.content(self.far_layout, layer) for layer in range(shape.layers)]
-        self.near_contents = [bench.content(self.near_layout, layer) for layer in range(shape.layers)]
-        layout = CacheLayout.uniform(
-            layers=shape.layers,
-            kv_heads=shape.kv_heads,
-            query_heads=shape.query_heads,
-            head_dim=shape.key_dim,
-            value_dim=shape.value_dim,
-            window=shape.window,
-            format=self.format,
-            page_size=shape.page_size,
-            dtype=DTYPES[shape.dtype],
-        )
+        # Rows are turned before they reach a page: near pages hold them turned, and sealing turns nothing.
+        self.near_contents = [
+            bench.content(self.near_layout, layer, self.format.rotate) for layer in range(shape.layers)
+        ]
+        layout = cache_layout(bench.case.format, shape)
         scales = {layer: content.scales() for layer, content in enumerate(self.far_contents)}
         self.cache = PagedCache(
-            bench.backend, layout, [pages, near_pages], scales=scales if self.far_layout.format.static else None
+            bench.backend, layout, [pages, near_pages], scales=scales if self.far_layout.format.calibrated else None
         )
         for store in self.cache._stores:
             for buffer in bench.backend.buffers(store).values():
@@ -65,9 +59,6 @@ class Tiered:
         self.sealed: dict[CacheSequence, int] = {}
         self._encoded: dict[tuple[int, ...], list[int]] = {}
         self._turn = 0
-
-    def _layout(self, fmt: CacheFormat) -> GroupLayout:
-        return self.bench.layout(str(fmt))
 
     @property
     def page_size(self) -> int:
@@ -118,6 +109,15 @@ class Tiered:
             self.far[sequence][where] = self._encoded[numbers]
         self.sealed[sequence] = sealed
 
+    def moved(self, sequence: CacheSequence, pages: int, near_pages: int) -> tuple[Tiered, CacheSequence]:
+        """The sequence's page image inserted into another cache, which knows the same tokens."""
+        other = Tiered(self.bench, pages, near_pages)
+        other.far_contents, other.near_contents, other._encoded = self.far_contents, self.near_contents, self._encoded
+        made = other.cache.insert(self.cache.export(sequence))
+        other.near[made], other.far[made] = list(self.near[sequence]), list(self.far[sequence])
+        other.pins[made], other.sealed[made] = self.pins[sequence], self.sealed[sequence]
+        return other, made
+
     # -- steps ---------------------------------------------------------------------------------------------------
 
     def step(self, tokens: Mapping[CacheSequence, Sequence[int]]) -> None:
@@ -130,9 +130,9 @@ class Tiered:
                 self.near[sequence].extend(numbers)
                 self.far[sequence].extend([-1] * len(numbers))
             for layer, content in enumerate(self.near_contents):
-                key, value = (to_torch(content.source[name][packed], dtype, device) for name in ("key", "value"))
+                key, value = (to_torch(content.given[name][packed], dtype, device) for name in ("key", "value"))
                 with poisoned_allocations():
-                    step.append(layer, key, value)
+                    step.append(layer, key, None if content.latent else value)
                 if layer == self._turn % len(self.near_contents):
                     query = self.bench.queries(self.near_layout, len(packed), stream=f"layer{layer}")
                     with poisoned_allocations():
@@ -148,6 +148,8 @@ class Tiered:
             "window": self.near_layout.window,
             "sinks": None,
         }
+        content = self.near_contents[layer]
+        query = turned_queries(content, query, self.bench.dtype)
         first = 0
         for s, (sequence, numbers) in enumerate(tokens.items()):
             rows = slice(first, first := first + len(numbers))
@@ -156,7 +158,7 @@ class Tiered:
                 np.where(
                     (far >= 0)[:, None, None],
                     self.far_contents[layer].decoded[name][np.maximum(far, 0)] if self.far_contents[layer].count else 0,
-                    self.near_contents[layer].decoded[name][near],
+                    content.decoded[name][near],
                 )
                 for name in ("key", "value")
             ]
@@ -171,6 +173,7 @@ class Tiered:
                 f"layer {layer}, sequence {s} (length {len(near)}, {int((far >= 0).sum())} tokens far)",
                 self.bench.figures,
                 weight_error=self.bench.weight_error,
+                turned=turned_values(content),
             )
 
     # -- at rest -------------------------------------------------------------------------------------------------

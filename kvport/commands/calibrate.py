@@ -1,4 +1,4 @@
-"""``kvport calibrate``: static scales from a model and a text, or from a checkpoint that brings them, as a recipe."""
+"""``kvport calibrate``: scales and outlier channels from a model and a text, or scales that a checkpoint brings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
     source.add_argument("--checkpoint", metavar="DIR", help="take the scales that this checkpoint brings")
     parser.add_argument("-o", "--output", required=True, metavar="FILE", help="the recipe to write (safetensors)")
     parser.add_argument("--text", metavar="FILE", help="UTF-8 text like what the model will be used for")
-    parser.add_argument("--format", help="the static format to calibrate, e.g. int8:channel:static")
+    parser.add_argument(
+        "--format",
+        help="the format to find static scales or outlier channels for, e.g. int8:channel:static, "
+        "k=int4:g64:outliers=4,v=int4:g64, or latent=int8:tensor:static,rope=bf16 for MLA models",
+    )
     parser.add_argument("--method", default="amax", help="amax, percentile:P or mse (default %(default)s)")
     parser.add_argument("--tokens", type=int, default=4096, help="tokens of the text to read (default %(default)d)")
     parser.add_argument("--context", type=int, default=2048, help="tokens in one context (default %(default)d)")

@@ -29,6 +29,7 @@ _WATCHED: Final = "kvport_watched_sdpa"
 class Forward:
     """One forward: K (after RoPE) and V ``(tokens, kv_heads, dim)`` by model layer, in order.
 
+    Layers in ``latent`` are latent (MLA) ones, of which a cache gets the latent part as K and the rotary part as V.
     ``valid`` ``(tokens,)`` bool: real tokens; ``positions`` ``(tokens,)``: how many real tokens of the row go before.
     Rows of a batch lie one after the other.
     """
@@ -36,6 +37,7 @@ class Forward:
     layers: dict[int, tuple[Tensor, Tensor]]
     valid: Tensor
     positions: Tensor
+    latent: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True)
@@ -96,12 +98,22 @@ def observe_cache(
             model(ids[:, start:end], attention_mask=mask[:, :end], use_cache=True, **{argument: cache})
             if not cache.seen:
                 raise Unsupported(f"{type(model).__name__} does not update a cache of K and V")
+            layers = {layer: (_rows(k), _rows(v)) for layer, (k, v) in sorted(cache.seen.items())}
             yield Forward(
-                {layer: (_rows(k), _rows(v)) for layer, (k, v) in sorted(cache.seen.items())},
+                layers,
                 mask[:, start:end].reshape(-1).bool().cpu(),
                 counted[:, start:end].reshape(-1).cpu(),
+                frozenset(layer for layer, states in layers.items() if _is_latent(model.config, layer, *states)),
             )
             progress(done, len(starts))
+
+
+def _is_latent(config: Any, layer: int, key: Tensor, value: Tensor) -> bool:
+    """Whether a layer caches a latent and a rotary part, as transformers' own MLA models do since 5.24: by what its
+    configuration says and by the shapes that came, since a model with code of its own may cache expanded K and V."""
+    own = config.get_text_config(decoder=True).per_layer_config[layer]
+    parts = (getattr(own, "kv_lora_rank", None), getattr(own, "qk_rope_head_dim", None))
+    return key.shape[1] == value.shape[1] == 1 and (key.shape[-1], value.shape[-1]) == parts
 
 
 def observe_attention(model: Any, ids: Tensor) -> Iterator[tuple[int, Attended]]:

@@ -12,7 +12,7 @@ import torch
 import kvport
 from kvport.calibration import calibrate_model
 from kvport.cli import main
-from kvport.errors import Unsupported
+from kvport.errors import LayoutError
 from kvport.evaluation import cache_argument
 from kvport.quality import inspect_model
 from kvport.recipes import load_recipe
@@ -107,9 +107,59 @@ def test_a_recipe_serves_the_models_cache(model: Any, ids: torch.Tensor, format:
     assert cosine > (0.99 if "nvfp4" in format else 0.9995)
 
 
-def test_latent_formats_are_for_engines(model: Any, ids: torch.Tensor) -> None:
-    with pytest.raises(Unsupported, match="expanded"):
+def mla(version: int) -> Any:
+    """A tiny DeepSeek-V2 or V3 with random weights."""
+    shape = {"vocab_size": 97, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": LAYERS}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": None, "v_head_dim": 16}
+    parts = {"kv_lora_rank": 32, "qk_rope_head_dim": 8, "qk_nope_head_dim": 16}
+    experts = {"n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1}
+    more = {"moe_intermediate_size": 32, "first_k_dense_replace": 1, "initializer_range": 0.3}
+    made = getattr(transformers, f"DeepseekV{version}Config")(**shape, **heads, **parts, **experts, **more)
+    torch.manual_seed(version)
+    return getattr(transformers, f"DeepseekV{version}ForCausalLM")(made).eval()
+
+
+@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("method", ["amax", "percentile:99.5", "mse"])
+def test_latent_models_are_calibrated_by_what_they_cache(version: int, method: str, ids: torch.Tensor) -> None:
+    """The latent and the rotary part, not K and V expanded from them: the scales are those of the latent."""
+    from kvport.integrations.transformers import KVPortCache
+
+    deepseek = mla(version)
+    recipe = calibrate_model(deepseek, ids, "latent=int8:channel:static:outliers=2,rope=bf16", method=method)
+    cache = KVPortCache(deepseek.config, format="latent=fp32,rope=fp32")
+    with torch.inference_mode():
+        exact = deepseek(ids, **{cache_argument(deepseek): cache}, use_cache=True).logits
+    for layer in range(LAYERS):
+        latent = cache.layers[layer].keys[..., :32]  # (rows, 1, tokens, latent and rotary channels)
+        assert latent.shape[1:] == (1, 50, 32)
+        amax = latent.abs().amax((0, 2))
+        chosen = recipe[layer]
+        assert chosen.value is None
+        assert chosen.key is not None
+        if method == "amax":
+            torch.testing.assert_close(torch.as_tensor(chosen.key.scale), amax / 127)
+        assert chosen.key_channels is not None
+        assert set(chosen.key_channels[0].tolist()) == set(amax[0].topk(2).indices.tolist())
+    static = KVPortCache(deepseek.config, format=recipe.format, scales=recipe)
+    with torch.inference_mode():
+        logits = deepseek(ids, **{cache_argument(deepseek): static}, use_cache=True).logits
+    # Random experts magnify what is rounded; the first layer, which sees the same tokens, is held to its scale.
+    assert torch.nn.functional.cosine_similarity(exact.flatten(), logits.flatten(), 0) > 0.98
+    if method == "amax":
+        first, scale = recipe[0], torch.as_tensor(recipe[0].key.scale)  # type: ignore[union-attr]
+        error = (static.layers[0].keys - cache.layers[0].keys)[..., :32].abs()
+        assert (error <= scale * 0.5001).all()
+        assert not error[..., first.key_channels[0]].any()  # type: ignore[index]
+
+
+def test_model_and_format_must_both_be_latent_or_neither(model: Any, ids: torch.Tensor) -> None:
+    with pytest.raises(LayoutError, match=r"latent=False do not go together"):
         calibrate_model(model, ids, "latent=int8:channel:static,rope=bf16")
+    with pytest.raises(
+        LayoutError, match=r"latent=True do not go together: latent layers take 'latent=CODE,rope=CODE'"
+    ):
+        calibrate_model(mla(3), ids, "int8:channel:static")
 
 
 def test_the_report_sees_what_the_attention_saw(model: Any, ids: torch.Tensor) -> None:
@@ -185,6 +235,36 @@ def test_calibrate_and_inspect_from_the_command_line(
 
     assert main(["inspect", *common[:4], "--format", "int8:head:static", "--scales", recipe]) == 1
     assert "the recipe was made for int8:channel:static" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("method", ["amax", "percentile:99", "mse"])
+@pytest.mark.parametrize("format", ["k=int4:g8:outliers=2,v=int8:tensor:static", "int4:channel:asym:static:scale=fp16"])
+def test_every_method_from_the_command_line(
+    folder: Path, tmp_path: Path, format: str, method: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recipe = str(tmp_path / "recipe.safetensors")
+    arguments = ["--model", str(folder), "--text", str(folder / "text.txt"), "--format", format]
+    assert main(["calibrate", *arguments, "--method", method, "-o", recipe]) == 0
+    assert f"method: {method}" in capsys.readouterr().out
+    made = load_recipe(recipe)
+    assert made.format == format
+    assert len(made) == LAYERS
+    assert main(["inspect", recipe]) == 0
+    assert ("head 0: [" in capsys.readouterr().out) == ("outliers" in format)
+    assert main(["inspect", recipe, "--json"]) == 0
+    capsys.readouterr()
+    assert main(["inspect", *arguments, "--scales", recipe, "--counters", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)["report"]
+    saturated = sum(one["value"]["counts"]["saturated"] for one in report["layers"])
+    assert (saturated == 0) == (method == "amax")
+
+
+def test_the_help_of_calibrate_names_all_that_it_finds(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["calibrate", "--help"])
+    out = " ".join(capsys.readouterr().out.split())
+    for named in ("int8:channel:static", "outliers=4", "latent=int8:tensor:static,rope=bf16", "percentile:P", "mse"):
+        assert named in out
 
 
 def test_inspect_an_image(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

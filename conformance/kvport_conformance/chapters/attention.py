@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 import torch
 
-from kvport_conformance import inputs
+from kvport_conformance import inputs, oracle_attention
 from kvport_conformance.axes import (
     BASE,
+    DEEPSEEK,
     FORMATS,
     HALF_GEOMETRIES,
     KINDS,
+    LATENT_FORMATS,
+    LATENT_GEOMETRIES,
+    LATENT_TIERED,
+    MATRIX,
+    MLA,
     MODEL,
+    OUTLIER_FORMATS,
+    ROTATED_FORMATS,
+    SEALED_ONLY,
+    TIERED,
     Variant,
     every_geometry,
     families,
@@ -22,12 +33,15 @@ from kvport_conformance.axes import (
     half_kinds,
     half_models,
     kinds,
+    parse,
     product,
 )
 from kvport_conformance.bench import Bench, Held, Row
 from kvport_conformance.cases import check
+from kvport_conformance.served import Served
 from kvport_conformance.tensors import FORMS, to_torch
-from kvport_conformance.verdicts import Disagreement
+from kvport_conformance.tiered import Tiered
+from kvport_conformance.verdicts import Disagreement, NotSupported
 
 CHAPTER: Final = "attention"
 
@@ -304,3 +318,129 @@ def shuffled_batch(bench: Bench) -> None:
     picked = np.concatenate([np.arange(starts[i], starts[i + 1]) for i in order])
     again, _ = held.attend(0, [rows[i] for i in order], query[picked])
     bench.figures.more["order_difference"] = float(np.abs(out[picked] - again).max())
+
+
+#: What a sequence goes through; "all" is one life with everything in it.
+PHASES: Final = ("append", "decode", "prefill", "chunked", "verify", "fork", "moved")
+
+
+def _lives() -> list[Variant]:
+    """Quick: every code with every granularity, and every kind of format, lives once. Full: each phase by itself."""
+    formats = (*MATRIX, *TIERED, *SEALED_ONLY, *OUTLIER_FORMATS, *ROTATED_FORMATS, *LATENT_FORMATS, *LATENT_TIERED)
+    rotated = ("latent=int8:g32,rope=bf16,rotate=4",)
+    model = ("kivi2", "int8:g128:scale=fp16", "int4:g64:sparse=160", "k=int4:g64:outliers=4,v=int4:g64", "mxfp4")
+    half = geometry(2, 4, 64, 16, dtype="bfloat16")
+    canonical = [str(parse(text)) for text in model]
+    return [
+        *product((*formats, *rotated), (BASE, MLA), phase="all"),
+        *product((*ROTATED_FORMATS, *OUTLIER_FORMATS[:1]), (half,), phase="all"),
+        *product(("latent=fp8_e4m3:g128,rope=bf16",), (DEEPSEEK,), phase="all"),
+        *product(canonical, (MODEL,), "full", phase="all"),
+        *product(formats, (MODEL, *LATENT_GEOMETRIES), "full", phase="all"),
+        *(v for phase in PHASES for v in product((*formats, *rotated), (BASE, MLA), "full", phase=phase)),
+    ]
+
+
+@check(CHAPTER, _lives(), requires=("prefill", "verify"))
+def lifecycle(bench: Bench) -> None:
+    """A sequence is prefilled in one go and in chunks, decoded, verified, rolled back, forked, moved, and goes on."""
+    layout, wanted = bench.layout(), bench.option("phase")
+    tiered = parse(bench.case.format).tiered
+    if tiered and not bench.gives_lse(layout):
+        raise NotSupported("features not declared for this layout: lse, by which tiers are merged")
+    size, alone = layout.page_size, wanted != "all"
+    cache: Served | Tiered = Tiered(bench, 30, 40) if tiered else Served(bench, 40)
+    sequence = cache.sequence()
+
+    def go(*counts: int, name: str) -> None:
+        for turn, count in enumerate(counts):
+            cache.step({sequence: cache.make(count, f"{name}{turn}")})
+
+    begin = {"append": 2 * size + 3, "decode": size - 2, "prefill": 2 * size + 5, "chunked": 7}
+    go(begin.get(wanted, size + 5), name="begin")
+    if wanted == "prefill":
+        other = cache.sequence()
+        cache.step({other: cache.make(size + 1, "other"), sequence: cache.make(2 * size - 1, "more")})
+    if wanted in ("chunked", "all"):
+        go(*((1, size, size + 2, 2 * size + 1) if alone else (size + 2,)), name="chunk")
+    if wanted in ("decode", "all"):
+        go(*[1] * (size + 5 if alone else 2), name="decode")
+    if wanted in ("verify", "all"):
+        for turn in range(3 if alone else 1):
+            before = sequence.length
+            go(5, name=f"draft{turn}")
+            cache.truncate(sequence, before + 1 + turn)
+        go(1, name="accepted")
+    if wanted in ("fork", "all"):
+        child = cache.fork(sequence)
+        for turn in range(3 if alone else 1):
+            cache.step({child: cache.make(size - 1, f"c{turn}"), sequence: cache.make(2, f"p{turn}")})
+    cache.check()
+    if wanted in ("moved", "all"):
+        before_move = cache.cache.export(sequence).digests()
+        there: Served | Tiered
+        there, moved = cache.moved(sequence, 40, 30) if isinstance(cache, Tiered) else cache.moved(sequence, 40)
+        if there.cache.export(moved).digests() != before_move:
+            raise Disagreement("an inserted sequence has other digests than the exported one")
+        for turn, count in enumerate((1, size + 1, 2) if alone else (size + 1,)):
+            there.step({moved: there.make(count, f"after{turn}")})
+        there.check()
+
+
+@check(
+    CHAPTER,
+    product((LATENT_FORMATS[0], LATENT_FORMATS[1]), (MLA,)) + product(LATENT_FORMATS, LATENT_GEOMETRIES, "full"),
+)
+def absorbed(bench: Bench) -> None:
+    """Queries with the up-projection absorbed give what attention over explicitly projected K and V gives."""
+    layout = bench.layout()
+    latent, rope, heads = layout.value_dim, layout.key_dim - layout.value_dim, layout.query_heads
+    nope, value_dim, count = 24, 40, 5
+    length = layout.page_size + 7
+    held, pages = _sequence(bench, length)
+    seed = inputs.derive(bench.seed, "projections")
+    up_key = inputs.values(seed, (heads, nope, latent), low=-0.25, high=0.25).astype(np.float64)
+    up_value = inputs.values(seed + 1, (heads, value_dim, latent), low=-0.25, high=0.25).astype(np.float64)
+    query_nope = inputs.values(seed + 2, (count, heads, nope), low=-1.0, high=1.0).astype(np.float64)
+    query_rope = inputs.values(seed + 3, (count, heads, rope), low=-1.0, high=1.0).astype(np.float64)
+    wide = np.concatenate([np.einsum("qhn,hnl->qhl", query_nope, up_key), query_rope], axis=-1)
+    query = to_torch(wide.astype(np.float32), bench.dtype, torch.device("cpu")).float().numpy()
+    scale = 1.0 / math.sqrt(nope + rope)
+    layer = layout.layers - 1
+    out, _ = held.attend(layer, [Row(pages, length, count)], query, scale=scale)
+
+    ids = held.slots[layer, held.slots_of(pages, 0, length)]
+    stored = held.contents[layer].decoded["key"][ids, 0].astype(np.float64)
+    key = np.concatenate(
+        [
+            np.einsum("tl,hnl->thn", stored[:, :latent], up_key),
+            np.broadcast_to(stored[:, None, latent:], (length, heads, rope)),
+        ],
+        axis=-1,
+    )
+    value = np.einsum("tl,hvl->thv", stored[:, :latent], up_value)
+    explicit = np.concatenate([query_nope, query_rope], axis=-1)
+    given: dict[str, Any] = {
+        "scale": scale,
+        "softcap": None,
+        "window": None,
+        "sinks": None,
+        "query_start": length - count,
+    }
+    wanted, _ = oracle_attention.attend(explicit, key, value, **given)
+    found = np.einsum("qhl,hvl->qhv", out.astype(np.float64), up_value)
+    # Outputs are off by their bound in latent space, carried through the projection; and queries by their rounding,
+    # which moves scores as an error of the products does.
+    shared = stored[:, None, :]
+    bound, _ = oracle_attention.attention_bound(
+        query, shared, shared[..., :latent], query_dtype=bench.dtype,
+        extra_product_error=oracle_attention.PRODUCT_ERROR[bench.dtype], **given,
+    )  # fmt: skip
+    allowed = np.einsum("qhl,hvl->qhv", bound, np.abs(up_value))
+    ratio = float((np.abs(found - wanted) / allowed).max())
+    bench.figures.worst("output_ratio", ratio)
+    if not ratio <= 1:
+        raise Disagreement(
+            f"attention with absorbed queries, projected up, differs from attention over projected K and V by "
+            f"{ratio:.3g} times the bound"
+        )

@@ -92,7 +92,8 @@ def any_page_ids(bench: Bench) -> None:
         held.fill_sequence(pages, length)
         held.check()
         held.attend(1, [Row(pages, length)], query)
-        used = [held.export(1, pages)[name].reshape(3 * size, -1)[:length] for name in ("key.codes", "value.codes")]
+        codes = [plane for name, plane in held.export(1, pages).items() if name.endswith(".codes")]
+        used = [plane.reshape(3 * size, -1)[:length] for plane in codes]
         seen.append([array.tobytes() for array in used])
     if seen.count(seen[0]) != len(seen):
         raise Disagreement("codes at rest depend on the page ids")

@@ -45,7 +45,7 @@ def honest_support(bench: Bench) -> None:
     if first.workspace not in ("bounded", "history"):
         raise Disagreement(f"workspace must be 'bounded' or 'history', got {first.workspace!r}")
     contents = [bench.content(layout, layer) for layer in range(shape.layers)]
-    scales = [content.scales() for content in contents] if layout.format.static else None
+    scales = [content.scales() for content in contents] if layout.format.calibrated else None
     if first.ok:
         bench.allocate(layout, 3, scales)
         return

@@ -7,7 +7,20 @@ from typing import Final
 import numpy as np
 
 from kvport_conformance import inputs
-from kvport_conformance.axes import BASE, HALF_FORMATS, HALF_MODELS, MODEL, families, product
+from kvport_conformance.axes import (
+    BASE,
+    HALF_FORMATS,
+    HALF_MODELS,
+    LATENT_TIERED,
+    MLA,
+    MODEL,
+    SEALED_ONLY,
+    TIERED,
+    Tier,
+    Variant,
+    families,
+    product,
+)
 from kvport_conformance.bench import Bench, Row
 from kvport_conformance.cases import check
 from kvport_conformance.tiered import Tiered
@@ -15,36 +28,29 @@ from kvport_conformance.verdicts import Disagreement
 
 CHAPTER: Final = "tiers"
 
-#: Formats whose codes exist for whole pages only.
-SEALED_ONLY: Final = (
-    "int2:c16:asym:scale=fp16",
-    "k=int4:c16,v=int4:g16",
-    "k=int8:c16:scale=bf16,v=int8",
-)
-
-TIERED: Final = (
-    "int8,recent=20",
-    "int8,sink=4",
-    "int4:g16:asym,sink=20,recent=17",
-    "int8,recent=16:fp8_e4m3",
-    "int8:head:static,recent=16",
-    "k=int2:c16:asym:scale=fp16,v=int2:g16:asym:scale=fp16,recent=32",
-    "k=int4:c16,v=int4:g16",
-    "mxfp4,recent=1",
-)
 #: Tiers of a half-precision model: near pages in its own dtype.
 HALF_TIERED: Final = ("int8,recent=20", "int8:channel:static:scale=bf16,sink=4,recent=33")
 
 
+def _tiered(tier: Tier = "quick") -> list[Variant]:
+    return [
+        *product((*TIERED, *LATENT_TIERED), (BASE, MLA), tier),
+        *product(HALF_TIERED, HALF_MODELS[:1], tier),
+    ]
+
+
 @check(
     CHAPTER,
-    families() + product(SEALED_ONLY, (BASE,)) + product(SEALED_ONLY, (MODEL,), "full"),
+    families()
+    + product((*SEALED_ONLY, "latent=int4:c16:sparse=9,rope=int8"), (BASE, MLA))
+    + product(SEALED_ONLY, (MODEL,), "full"),
 )
 def sealed(bench: Bench) -> None:
     """Sealing encodes whole pages of a float store, K and V together, as the definition says, and nothing else."""
     layout = bench.layout()
     size = layout.page_size
-    for near_format in ("fp32", "bf16") if bench.dtype == "float32" else (HALF_FORMATS[bench.dtype][-1],):
+    for code in ("fp32", "bf16") if bench.dtype == "float32" else (HALF_FORMATS[bench.dtype][-1],):
+        near_format = f"latent={code},rope={code}" if layout.latent else code
         near, far = bench.held(6, bench.layout(near_format)), bench.held(7, layout)
         near.fill_sequence([5, 1, 3], 3 * size)
         others = [1, 3, 4, 5]
@@ -82,7 +88,7 @@ def sealed_foreign(bench: Bench) -> None:
     held.check()
 
 
-@check(CHAPTER, product(TIERED, (BASE,)) + product(HALF_TIERED, HALF_MODELS[:1]), requires=("lse",))
+@check(CHAPTER, _tiered(), requires=("lse",))
 def replayed(bench: Bench) -> None:
     """Steps of many sizes: which tokens are near and which far is exactly the rule's, and outputs follow from it."""
     tiered = Tiered(bench, 24, 24)
@@ -96,7 +102,22 @@ def replayed(bench: Bench) -> None:
         tiered.check()
 
 
-@check(CHAPTER, product(TIERED, (BASE,)) + product(HALF_TIERED, HALF_MODELS[:1]), requires=("lse",))
+@check(CHAPTER, _tiered(), requires=("lse",))
+def tier_edges(bench: Bench) -> None:
+    """Token by token over every length at which a page may seal: one token earlier and it must not, then it must."""
+    tiered = Tiered(bench, 24, 24)
+    size, recent = tiered.page_size, tiered.format.recent
+    sequence = tiered.sequence()
+    # The first page that may seal is the one behind the head; it does when `recent` tokens follow its last.
+    head = -(-tiered.format.sink // size) * size
+    for edge in (head + size + recent, head + 2 * size + recent):
+        tiered.step({sequence: tiered.make(edge - 1 - sequence.length, f"to{edge}")})
+        for turn in range(3):
+            tiered.step({sequence: tiered.make(1, f"{edge}+{turn}")})
+            tiered.check()
+
+
+@check(CHAPTER, _tiered(), requires=("lse",))
 def forked_tiers(bench: Bench) -> None:
     """Forks and truncations of tiered sequences: the near tail is each branch's own, sealed pages are shared."""
     tiered = Tiered(bench, 24, 40)
@@ -124,7 +145,11 @@ def pinned(bench: Bench) -> None:
     tiered.check()
 
 
-@check(CHAPTER, product(TIERED, (BASE,), "full") + product(HALF_TIERED, HALF_MODELS[:1], "full"), requires=("lse",))
+@check(
+    CHAPTER,
+    _tiered("full"),
+    requires=("lse",),
+)
 def long_replay(bench: Bench) -> None:
     """Sixty steps of sizes drawn from the seed."""
     tiered = Tiered(bench, 80, 60)

@@ -162,7 +162,7 @@ def partial_import(bench: Bench) -> None:
     bench.backend.import_pages(held.store, 1, [1, 3], planes)
     content = held.contents
     moved = {n: content[0].planes[n][held.slots[0, held.slots_of([4, 2], 0, 2 * size)]] for n in content[0].planes}
-    if not layout.format.static:  # static scales are the layer's own: the same codes mean other values there
+    if not layout.format.calibrated:  # static scales are the layer's own: the same codes mean other values there
         held.slots[1, held.slots_of([1, 3], 0, 2 * size)] = content[1].add_planes(moved)
         held.check()
         held.gather(1, [Row([1, 2, 3], 3 * size)])
