@@ -223,7 +223,13 @@ def tensor_formats(*, near: bool = False) -> st.SearchStrategy[TensorFormat]:
         lambda code, where, dtype: TensorFormat(code, where, 0, True, True, dtype),
         st.sampled_from(["int8", "int4", "fp8_e4m3"]), st.sampled_from(["tensor", "head", "channel"]), scale,
     )  # fmt: skip
-    return st.one_of(integers, floats, plain, static, st.just(TensorFormat("nvfp4", static=True)))
+    found = st.one_of(integers, floats, plain, static, st.just(TensorFormat("nvfp4", static=True)))
+    kept = st.one_of(
+        st.just({}),
+        st.builds(lambda count: {"outliers": count}, st.integers(1, 8)),
+        st.builds(lambda count: {"sparse": count}, st.integers(1, 10**4)),
+    )
+    return st.builds(lambda fmt, more: dataclasses.replace(fmt, **more) if fmt.quantized else fmt, found, kept)
 
 
 @st.composite
@@ -237,7 +243,7 @@ def cache_formats(draw: st.DrawFn) -> CacheFormat:
     sink, recent = draw(tokens), draw(tokens)
     tiered = bool(sink or recent or any(side.sealed_only for side in sides))
     near = draw(st.none() | tensor_formats(near=True)) if tiered else None
-    rotate = draw(st.none() | st.integers(0, 2**32 - 1)) if key.quantized else None
+    rotate = draw(st.none() | st.integers(0, 2**32 - 1)) if key.quantized and not key.outliers else None
     return CacheFormat(key, value, sink, recent, near, rope, rotate)
 
 
