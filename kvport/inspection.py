@@ -22,7 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final, TextIO
 
@@ -143,6 +143,8 @@ class Examination:
     capability: Capability
     waivers: tuple[dict[str, str], ...] = ()
     """What the plugin is known to fail in the conformance suite, as :meth:`kvport.waivers.Waiver.to_json` has it."""
+    left_out: dict[str, str] = field(default_factory=dict)
+    """Plugins without which a bare device had to be examined, and how each ended the process that met it."""
 
     def to_json(self) -> dict[str, Any]:
         """The same as plain data."""
@@ -182,12 +184,21 @@ def list_backends(
 def examine(text: str, *, time_limit: float = TIME_LIMIT) -> Examination:
     """Select, probe and load a device string in a child process, so that a bad driver cannot take this one down.
 
+    A bare device imports every plugin and probes some. Where that crashes or hangs, each plugin is tried by itself, and
+    the device examined once more without those that do: a broken plugin has a verdict on itself alone.
+
     Raises what :meth:`kvport.registry.Registry.load` raises, and :class:`BackendUnavailable` where the child crashed
     or ran out of time.
     """
-    parse_device(text)
+    request = parse_device(text)
     end, lines = _run_child({"examine": text}, time_limit)
     answer = {key: value for line in lines for key, value in line.items()}
+    left_out: dict[str, str] = {}
+    if not request.backend and not {"examined", "error"} & set(answer):
+        left_out = _fatal(time_limit)
+        if left_out:
+            end, lines = _run_child({"examine": text}, time_limit, without=tuple(left_out))
+            answer = {key: value for line in lines for key, value in line.items()}
     if "examined" in answer:
         examined = answer["examined"]
         return Examination(
@@ -195,6 +206,7 @@ def examine(text: str, *, time_limit: float = TIME_LIMIT) -> Examination:
                 **examined,
                 "capability": _capability(examined["capability"]),
                 "waivers": tuple(examined.get("waivers", ())),
+                "left_out": left_out,
             }
         )
     if "error" in answer:
@@ -202,7 +214,8 @@ def examine(text: str, *, time_limit: float = TIME_LIMIT) -> Examination:
         if isinstance(kind, type) and issubclass(kind, BackendError | errors.InvalidArgument):
             raise kind(answer["message"])
         raise BackendUnavailable(f"{answer['error']}: {answer['message']}")
-    raise BackendUnavailable(f"{text!r} is not usable: {end} while {answer.get('stage', 'starting')}")
+    others = "".join(f"; without {name}, which {how}" for name, how in left_out.items())
+    raise BackendUnavailable(f"{text!r} is not usable: {end} while {answer.get('stage', 'starting')}{others}")
 
 
 # --- the parent's side -----------------------------------------------------------------------------------------------
@@ -247,14 +260,32 @@ def _tried_apart(entry: PluginEntry, name: str, device_type: str, time_limit: fl
     return {"type": device_type, "usable": False, "reason": f"{end} while {stage}"}
 
 
-def _run_child(request: dict[str, str], time_limit: float) -> tuple[str, list[dict[str, Any]]]:
-    """Run one child. Returns how it ended, in words, and the records it wrote."""
+def _fatal(time_limit: float) -> dict[str, str]:
+    """The plugins that take down, or hold up, the process that imports and probes them: name -> how it ended."""
+    plugins = Registry().plugins
+    names = [name for name in plugins.entries() if plugins.refusal(name) is None]
+    with ThreadPoolExecutor(max_workers=min(4, os.cpu_count() or 1)) as pool:
+        ends = pool.map(lambda name: _run_child({"plugin": name}, time_limit), names)
+    return {
+        name: f"{end} while {next((line['stage'] for line in reversed(lines) if 'stage' in line), 'starting')}"
+        for name, (end, lines) in zip(names, ends, strict=True)
+        if end != _ending(0)
+    }
+
+
+def _run_child(
+    request: dict[str, str], time_limit: float, *, without: tuple[str, ...] = ()
+) -> tuple[str, list[dict[str, Any]]]:
+    """Run one child, ``without`` these plugins. Returns how it ended, in words, and the records it wrote."""
     # The child sees the parent's import path, so that both talk of the same plugins; -P keeps the working directory
     # out of it, which "python -m" would put first. Strictness is the caller's affair: a child reports failures.
     # A chip's torch extension that cannot load breaks `import torch` for everybody; without its autoload the others
     # can be probed, and its own backend says what is wrong.
     environ = {**os.environ, "KVPORT_STRICT_PLUGINS": "0", "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
     environ["PYTHONPATH"] = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    if without:
+        blocked = [environ.get("KVPORT_DISABLE_PLUGINS", ""), *without]
+        environ["KVPORT_DISABLE_PLUGINS"] = ",".join(filter(None, blocked))
     with tempfile.TemporaryDirectory(prefix="kvport-inspect-") as folder:
         answers, noise = Path(folder, "answers"), Path(folder, "noise")
         command = [sys.executable, "-P", "-m", "kvport.inspection", json.dumps({**request, "answers": str(answers)})]

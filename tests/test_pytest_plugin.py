@@ -86,7 +86,9 @@ SUITE = {
             return {"id": f"{chapter}/{item.name}", "chapter": chapter}
         @pytest.fixture
         def backend(pytestconfig):
-            return pytestconfig.getoption("kvport_backend")
+            # By name, whatever was asked for: the run loads that plugin alone.
+            assert pytestconfig.getoption("kvport_backend").startswith("acme@")
+            return pytestconfig.getoption("kvport_backend").removeprefix("acme@")
     """,
     "kvport_conformance/helper.py": """
         def check(value):
@@ -730,6 +732,43 @@ def test_the_real_library_gives_its_reasons(world: World, backend: str, reason: 
     result = world.pytest("conformance", f"--backend={backend}")
     assert result.ret == 4
     result.stderr.fnmatch_lines([f"*{reason}*"])
+
+
+@pytest.fixture
+def with_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real suite in an environment where some plugins lie, crash, raise and fail to import."""
+    folders = [Path(__file__).parent / "plugins" / name for name in ("good", "liar", "crashing", "raising", "oserror")]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*map(str, folders), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+
+
+def _real_suite(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-P", "-m", "pytest", "-q", "-p", "no:cacheprovider", "--pyargs", "kvport_conformance"]
+    return subprocess.run([*command, *arguments], capture_output=True, text=True, check=False, timeout=300)
+
+
+@pytest.mark.usefixtures("with_plugins")
+def test_a_lying_plugin_is_judged_by_what_it_does(tmp_path: Path) -> None:
+    report = tmp_path / "r.json"
+    done = _real_suite("--backend=liarchip", "--chapter=append", "-k", "neighbours", f"--report={report}")
+    assert done.returncode == 1, done.stdout + done.stderr
+    cases = {c["format"]: c for c in json.loads(report.read_text())["cases"] if c["geometry"] == "kv2q4-d64-p16"}
+    assert cases["int8"]["outcome"] == "fail"
+    assert "key.scale differs" in cases["int8"]["reason"]
+    assert cases["int4"]["outcome"] == "fail"
+    assert "support() accepted the layout, and then an operation declined it" in cases["int4"]["reason"]
+    assert cases["fp32"]["outcome"] == "pass"
+
+
+@pytest.mark.usefixtures("with_plugins")
+@pytest.mark.parametrize("backend", ["good@goodchip", "goodchip", "cpu"])
+def test_broken_and_lying_plugins_change_nothing_for_others(backend: str) -> None:
+    done = _real_suite(f"--backend={backend}", "--chapter=append", "--formats=int8", "-k", "neighbours")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert " 0 fail, " in done.stdout
+    assert ("plugin crashing was left out: the interpreter was killed by SIGSEGV" in done.stdout) == (
+        "@" not in backend
+    )
 
 
 def test_the_plugin_is_light() -> None:

@@ -530,6 +530,17 @@ def test_examine_loads_in_a_child(install: Install) -> None:
         inspection.examine("cuda:x")
 
 
+def test_a_plugin_that_kills_or_hangs_has_a_verdict_on_itself_alone(install: Install) -> None:
+    install("good", "crashing", "hanging")
+    found = inspection.examine("goodchip", time_limit=20.0)  # a bare device imports them all
+    assert found.name == "good"
+    assert set(found.left_out) == {"crashing", "hanging"}
+    assert "killed by SIGSEGV while importing the plugin module" in found.left_out["crashing"]
+    assert "gave no answer within 20 s while probing hanging@hangchip" in found.left_out["hanging"]
+    with pytest.raises(UnknownBackend, match="no backend drives a device of type 'nochip'"):
+        inspection.examine("nochip", time_limit=5.0)
+
+
 def test_every_plugin_of_the_folder_is_used_here() -> None:
     """A folder that no test installs would be dead weight."""
     text = "".join(path.read_text(encoding="utf-8") for path in Path(__file__).parent.glob("test_*.py"))

@@ -9,9 +9,9 @@ waiver of ``--waivers`` or of the backend's plugin says so, see :mod:`kvport.wai
 that passes fails. An ordinary skip or xfail inside the suite is none of these and counts as an error. A run that was
 asked for the suite and in which nothing passed fails, although pytest would call it a success.
 
-Tests of the suite read ``config.getoption("kvport_backend")`` (and ``kvport_formats``, ``kvport_tier``,
-``kvport_seed``), are marked with ``kvport_chapter(name)``, and put their record into ``item.user_properties`` as
-``("kvport_case", {"id": ..., "chapter": ..., ...})``.
+Tests of the suite read ``config.getoption("kvport_backend")``, by then always ``backend@device`` (and
+``kvport_formats``, ``kvport_tier``, ``kvport_seed``), are marked with ``kvport_chapter(name)``, and put their record
+into ``item.user_properties`` as ``("kvport_case", {"id": ..., "chapter": ..., ...})``.
 """
 
 from __future__ import annotations
@@ -110,7 +110,8 @@ def pytest_configure(config: pytest.Config) -> None:
     if not chosen.suite or any(getattr(config.option, name, False) for name in informing):
         return
     if hasattr(config, "workerinput"):  # an xdist worker: its controller has examined the backend, and reports
-        config.stash[_WAIVED] = config.workerinput.get("kvport_waived", {})
+        config.stash[_WAIVED] = config.workerinput["kvport_waived"]
+        config.option.kvport_backend = config.workerinput["kvport_backend"]
         return
     if path := config.option.kvport_report:
         if reason := reporting.unwritable(Path(path)):
@@ -119,6 +120,8 @@ def pytest_configure(config: pytest.Config) -> None:
     _check_formats(config.option.kvport_formats)
     examination = _examine(config.option.kvport_backend)
     config.stash[_WAIVED] = _waived(config.option.kvport_waivers or (), examination)
+    # By name from here on: tests import that plugin alone, and no other can take this process down.
+    config.option.kvport_backend = f"{examination['name']}@{examination['device']}"
     run = _Run(config, chosen, examination)
     config.stash[_RUN] = run
     config.pluginmanager.register(run, "kvport-run")
@@ -128,6 +131,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_configure_node(node: Any) -> None:
     """xdist: what the controller found out, for a worker."""
     node.workerinput["kvport_waived"] = node.config.stash.get(_WAIVED, {})
+    node.workerinput["kvport_backend"] = node.config.option.kvport_backend
 
 
 def _check_formats(text: str | None) -> None:
@@ -358,7 +362,9 @@ class _Run:
     def _report(self, exit_status: int) -> dict[str, Any]:
         option = self.config.option
         environment = reporting.environment()
-        found = {key: value for key, value in self.examination.items() if key not in ("capability", "waivers")}
+        found = {
+            key: value for key, value in self.examination.items() if key not in ("capability", "waivers", "left_out")
+        }
         capability = {key: value for key, value in self.examination["capability"].items() if key != "formats"}
         return {
             "schema_version": reporting.SCHEMA_VERSION,
@@ -387,6 +393,8 @@ class _Run:
         terminalreporter.section("kvport conformance")
         counts = ", ".join(f"{count} {outcome}" for outcome, count in self.results.counts().items())
         terminalreporter.line(f"{self.examination['name']} on {self.examination['device']}: {counts}")
+        for name, how in self.examination.get("left_out", {}).items():
+            terminalreporter.line(f"plugin {name} was left out: {how}", yellow=True)
         for reason, count in self.unsupported.most_common(20):
             terminalreporter.line(f"unsupported {count} x: {reason}")
         for reason, count in self.waived.most_common():
