@@ -123,7 +123,7 @@ class TensorFormat:
         if not isinstance(self.scale_dtype, str) or self.scale_dtype not in DTYPES:
             raise FormatError(f"unknown scale dtype {show(self.scale_dtype)}; allowed: {_listing(DTYPES)}")
         whole_number("group", self.group, 0, error=FormatError)
-        whole_number("outliers (channels)", self.outliers, 0, error=FormatError)
+        whole_number("outliers, a number of channels,", self.outliers, 0, error=FormatError)
         whole_number("sparse (entries per page and KV head)", self.sparse, 0, error=FormatError)
         for name in ("symmetric", "static"):
             if not isinstance(getattr(self, name), bool):
