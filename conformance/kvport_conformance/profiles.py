@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from kvport.formats import TensorFormat
-from kvport_conformance.axes import FLOAT_FORMATS, FRACTAL, HALF_FORMATS, HALF_MODELS, parse
+from kvport_conformance.axes import FLOAT_FORMATS, HALF_FORMATS, parse
 from kvport_conformance.cases import MANDATORY, Case
 
 
@@ -54,8 +54,11 @@ def _core(case: Case) -> bool:
 def _half(case: Case) -> bool:
     shape = case.geometry
     return (
-        shape in (*HALF_MODELS, FRACTAL)
-        and case.format in HALF_FORMATS[shape.dtype]
+        case.format in HALF_FORMATS.get(shape.dtype, ())
+        and shape.key_dim == shape.value_dim
+        and shape.key_dim in (64, 128)
+        and shape.page_size in (32, 128)
+        and shape.window is None
         and not case.requires - {"prefill", "verify", "lse", "poison"}
     )
 

@@ -47,6 +47,19 @@ def test_mandatory_chapters_have_quick_cases_of_every_profile_they_can() -> None
     assert found == {profile.name for profile in PROFILES}
 
 
+def test_a_16_bit_chip_is_asked_in_its_profile_whatever_core_asks() -> None:
+    """Beyond what needs memory without bound, or is asked by another profile."""
+    checks: dict[str, set[str]] = {"core": set(), "half": set()}
+    for case in select(tier="quick"):
+        for name in set(profiles_of(case)) & set(checks):
+            checks[name].add(f"{case.chapter}/{case.check}")
+    assert checks["core"] - checks["half"] == {
+        "pages/wide_offsets",
+        "robustness/bounded_workspace",
+        "attention/lifecycle",
+    }
+
+
 def test_the_full_tier_contains_the_quick_one() -> None:
     assert TIERS == ("quick", "full")
     assert {c.id for c in select(tier="quick")} < {c.id for c in select(tier="full")}

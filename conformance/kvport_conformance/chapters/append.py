@@ -187,7 +187,7 @@ def batch_mates(bench: Bench) -> None:
     held.check()
 
 
-@check(CHAPTER, product(("int8", "int4:g16:asym", "int8:channel:static:scale=bf16"), (BASE,)))
+@check(CHAPTER, product(("int8", "int4:g16:asym", "int8:channel:static:scale=bf16"), (BASE,)) + half_kinds())
 def nothing(bench: Bench) -> None:
     """An append of no tokens is allowed and changes nothing."""
     layout = bench.layout()

@@ -49,6 +49,9 @@ CHAPTER: Final = "attention"
 RATIOS: Final = tuple(
     geometry(kv, kv * ratio, 64, 16) for kv, ratio in ((2, 1), (3, 2), (1, 3), (2, 5), (1, 7), (1, 16))
 )
+HALF_RATIOS: Final = tuple(
+    geometry(kv, kv * ratio, 64, 32, dtype="bfloat16") for kv, ratio in ((2, 1), (1, 3), (2, 5), (1, 16))
+)
 
 
 def _sequence(bench: Bench, length: int, *, spare: int = 2) -> tuple[Held, list[int]]:
@@ -147,7 +150,10 @@ def mixed_batch(bench: Bench) -> None:
                 raise Disagreement(f"LSE of the sequence of length {row.length} depends on its batch mates")
 
 
-@check(CHAPTER, product(("int8", "int4:g16:asym"), RATIOS) + product(FORMATS, RATIOS, "full"))
+@check(
+    CHAPTER,
+    product(("int8", "int4:g16:asym"), RATIOS) + product(("int8",), HALF_RATIOS) + product(FORMATS, RATIOS, "full"),
+)
 def head_ratios(bench: Bench) -> None:
     """Query head h reads KV head h // (query_heads / kv_heads), at every ratio from 1 to 16."""
     layout = bench.layout()
@@ -260,7 +266,11 @@ def steep(bench: Bench) -> None:
         raise Disagreement("large scores gave an output that is not finite")
 
 
-@check(CHAPTER, product(("int8", "fp32"), (geometry(1, 1, 64, 128, layers=1),)))
+@check(
+    CHAPTER,
+    product(("int8", "fp32"), (geometry(1, 1, 64, 128, layers=1),))
+    + product(("int8",), (geometry(1, 2, 64, 128, layers=1, dtype="bfloat16"),)),
+)
 def long_context(bench: Bench) -> None:
     """Four thousand keys of equal weight: the mean of V keeps its precision; and one key among them is found."""
     _long(bench, 4096)

@@ -116,9 +116,15 @@ def _far(bench: Bench, held: Held, high: list[int], decoys: list[int]) -> None:
 
 #: 65536 pages of it are small enough for any machine, and larger than a 16-bit page id can name.
 SMALL: Final = geometry(1, 2, 64, 16, layers=1)
+SMALL_HALF: Final = geometry(1, 2, 64, 32, layers=1, dtype="bfloat16")
 
 
-@check(CHAPTER, product(("int8", "int4:g16:asym", "fp32"), (SMALL,)) + product(("int8", "int4:g64"), (MODEL,), "full"))
+@check(
+    CHAPTER,
+    product(("int8", "int4:g16:asym", "fp32"), (SMALL,))
+    + product(("int8",), (SMALL_HALF,))
+    + product(("int8", "int4:g64"), (MODEL,), "full"),
+)
 def high_page_ids(bench: Bench) -> None:
     """Page ids past 65535 name pages of their own: nothing wraps at 16 bits, in codes or in scales."""
     layout = bench.layout()

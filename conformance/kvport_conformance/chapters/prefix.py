@@ -163,7 +163,7 @@ def rolled_back(bench: Bench) -> None:
     served.check()
 
 
-@check(CHAPTER, product(("int8", "int4:g16:asym"), (BASE,)) + product(("int8",), HALF_MODELS[:1], "full"))
+@check(CHAPTER, product(("int8", "int4:g16:asym"), (BASE,)) + product(("int8",), HALF_MODELS[:1]))
 def long_stress(bench: Bench) -> None:
     """A few hundred forks, appends, truncations and frees in a small pool, in an order drawn from the seed."""
     from kvport_conformance import inputs
