@@ -8,7 +8,7 @@
 
 Each part has a time limit of its own and runs in processes of its own; what it prints goes to ``DIR/PART.txt``, how it
 ended to ``DIR/summary.json``, which is written anew after every part. Parts of one stage run side by side, as nearly
-all of their time is compilation on the host; those that are timed run alone. Nothing is downloaded. kvport must be
+all of their time is compilation on the host; what is timed runs first, and alone. Nothing is downloaded. kvport must be
 installed (a wheel on PYTHONPATH will do), with pytest and pytest-xdist; kernels compiled by one part are found by the
 next in ``DIR/kernels``, unless TRITON_CACHE_DIR names another folder.
 """
@@ -49,7 +49,7 @@ SHAPES = str(ROOT / "scripts" / "nvidia_sanitized_shapes.py")
 PARTS = {
     "conformance": Part(
         "the suite; its report is DIR/conformance.json",
-        1,
+        2,
         140,
         (
             (
@@ -72,7 +72,7 @@ PARTS = {
     ),
     "tests": Part(
         "the backend's own tests that need a GPU",
-        1,
+        2,
         140,
         (
             (
@@ -98,7 +98,7 @@ PARTS = {
     ),
     "sanitizer": Part(
         "compute-sanitizer's memcheck and racecheck over ten small shapes",
-        1,
+        2,
         120,
         (
             (SHAPES,),  # compiles, so that the sanitizer watches the kernels alone
@@ -116,7 +116,7 @@ PARTS = {
     ),
     "page16": Part(
         "decode over pages of 16 tokens next to pages of 64; figures in DIR/page16.json",
-        3,
+        1,
         60,
         (
             (
