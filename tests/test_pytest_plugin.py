@@ -150,7 +150,9 @@ class World:
         self.path = [str(self.site), str(self.checkout / "conformance"), os.environ.get("PYTHONPATH", "")]
         monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
 
-    def pytest(self, *arguments: str, cwd: Path | None = None) -> pytest.RunResult:
+    def pytest(
+        self, *arguments: str, cwd: Path | None = None, plugins: Sequence[str] = ("kvport", "xdist")
+    ) -> pytest.RunResult:
         # Not "python -m pytest": it would put the working directory on the path, and hide what an install lacks.
         command = [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider"]
         with pytest.MonkeyPatch.context() as patch:
@@ -160,7 +162,7 @@ class World:
                 # By the names of their entry points, without the other plugins of this environment: hypothesis alone
                 # costs a second a run.
                 patch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
-                command += ["-p", "kvport", "-p", "xdist"]
+                command += [word for plugin in plugins for word in ("-p", plugin)]
             return self.pytester.run(*command, *arguments)
 
     def use_the_real_library(self) -> None:
@@ -249,6 +251,37 @@ def test_pyargs_from_a_project_that_owns_the_option(world: World, option: str, w
     result = world.pytest("--pyargs", "kvport_conformance", option, *workers, cwd=world.elsewhere)
     assert result.ret == 0, result.outlines
     result.stdout.fnmatch_lines([PASSED])
+
+
+@pytest.mark.parametrize("workers", [[], ["-n2"]], ids=["one", "xdist"])
+@pytest.mark.parametrize("suite_first", [True, False], ids=["suite first", "own tests first"])
+def test_both_in_one_run_each_with_its_own_option(world: World, suite_first: bool, workers: list[str]) -> None:
+    write(world.elsewhere, OWNER)
+    named = ["kvport_conformance", "test_own.py"][:: 1 if suite_first else -1]
+    result = world.pytest(
+        "--pyargs", *named, "--backend=postgres", "--kvport-backend=cpu", *workers, cwd=world.elsewhere
+    )
+    assert result.ret == 0, result.outlines
+    result.stdout.fnmatch_lines(["*5 passed, 1 unsupported*"])
+    result.stdout.fnmatch_lines(["acme on cpu: 4 pass, *"])
+
+
+@pytest.mark.parametrize("ours_first", [True, False], ids=["kvport first", "theirs first"])
+def test_a_plugin_that_owns_the_option_keeps_it_whoever_is_loaded_first(world: World, ours_first: bool) -> None:
+    write(world.site, {"owning_plugin.py": OWNER["conftest.py"]})
+    write(world.elsewhere, {"test_own.py": OWNER["test_own.py"]})
+    loaded = ["kvport", "owning_plugin"]
+    result = world.pytest(
+        "--pyargs",
+        "kvport_conformance",
+        "test_own.py",
+        "--backend=postgres",
+        "--kvport-backend=cpu",
+        cwd=world.elsewhere,
+        plugins=loaded if ours_first else loaded[::-1],
+    )
+    assert result.ret == 0, result.outlines
+    result.stdout.fnmatch_lines(["*5 passed, 1 unsupported*"])
 
 
 def test_testpaths_elsewhere_is_no_selection(world: World) -> None:

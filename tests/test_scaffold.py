@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tomllib
@@ -84,6 +85,15 @@ def test_the_generated_backend_passes_the_suite(package: Path) -> None:
     )
     assert "my-chip on chip9" in out
     assert " 0 fail, " in out
+
+
+def test_the_generated_pipeline_fails_where_cases_fail(tmp_path: Path) -> None:
+    generate("my-chip", "chip9", tmp_path / "new")
+    text = (tmp_path / "new/.github/workflows/conformance.yml").read_text(encoding="utf-8")
+    commands = re.findall(r"- run: (.*)", text)
+    assert "pytest --pyargs kvport_conformance --backend=chip9 --report=my-chip.json" in commands
+    assert "kvport verify-report my-chip.json --require core" in commands
+    assert not any("|| true" in command or "continue-on-error" in text for command in commands)
 
 
 def test_the_generated_backend_is_listed_with_what_it_inherits(package: Path) -> None:

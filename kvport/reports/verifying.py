@@ -89,7 +89,12 @@ class ProfileVerdict:
             return "not supported" if self.unsupported else "not run"
         if self.passed == self.total:
             return "conforms"
-        return "conforms but for waivers" if self.waived else "conforms in part"
+        return "conforms but for waivers" if self.passed + self.waived == self.total else "conforms in part"
+
+    @property
+    def met(self) -> bool:
+        """Every case passed, or is waived as a known failure."""
+        return self.verdict in ("conforms", "conforms but for waivers")
 
 
 @dataclass(frozen=True)

@@ -160,6 +160,49 @@ def test_a_waived_case_is_no_pass_and_no_failure() -> None:
     assert "waived" in text.verification(found, "x")
 
 
+@pytest.fixture
+def installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The small manifest in place of the suite's."""
+    monkeypatch.setattr(Manifest, "installed", classmethod(lambda cls: MANIFEST))
+
+
+@pytest.mark.usefixtures("installed")
+@pytest.mark.parametrize(
+    ("name", "change", "status"),
+    [
+        ("all pass", lambda r: None, 0),
+        ("waived", _waived(), 0),
+        (
+            "failed",
+            lambda r: (_set(LAST, outcome="fail", reason="x")(r), r["counts"].update({"pass": 2, "fail": 1})),
+            1,
+        ),
+        (
+            "declined",
+            lambda r: (
+                _set(LAST, outcome="unsupported", reason="x")(r),
+                r["counts"].update({"pass": 2, "unsupported": 1}),
+            ),
+            1,
+        ),
+    ],
+)
+def test_a_required_profile_gates(
+    name: str,
+    change: Callable[[dict[str, Any]], object],
+    status: int,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = tmp_path / "r.json"
+    path.write_text(json.dumps(edited(change).record))
+    assert main(["verify-report", str(path)]) == 0  # a sound report, whatever it says
+    assert main(["verify-report", str(path), "--require=core"]) == status
+    assert ("required profile core: " in capsys.readouterr().out) == (status == 1)
+    assert main(["verify-report", str(path), "--require=corr"]) == 1
+    assert "no profile is named corr; there are: core" in capsys.readouterr().err
+
+
 def test_what_is_only_waived_fails_its_profile() -> None:
     def change(r: dict[str, Any]) -> None:
         _waived()(r)

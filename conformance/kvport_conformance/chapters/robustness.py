@@ -125,13 +125,12 @@ def own_storage(bench: Bench) -> None:
 def two_stores(bench: Bench) -> None:
     """Stores of one backend, of the same and of other layouts, do not touch each other, nor each other's plans."""
     layout = bench.layout()
-    size = layout.page_size
     first, second = bench.held(4, layout), bench.held(4, layout)
     other = bench.held(5, bench.layout(geometry=geometry(1, 3, 64, 32, layers=1, dtype=bench.dtype)))
     for held, stream, pages in ((first, "a", [1, 3]), (second, "b", [3, 2]), (other, "c", [4, 2])):
-        held.fill_sequence(pages, size + 4, stream=stream)
+        held.fill_sequence(pages, held.layout.page_size + 4, stream=stream)
     plans = [
-        (held, held.plan([Row(pages, size + 4, 2)]))
+        (held, held.plan([Row(pages, held.layout.page_size + 4, 2)]))
         for held, pages in ((first, [1, 3]), (other, [4, 2]), (second, [3, 2]))
     ]
     for held, plan in (*plans, *plans[::-1]):
