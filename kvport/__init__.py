@@ -11,7 +11,8 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvport.backend import FEATURES, Backend, Plan, StepArrays, Store, Support
+    from kvport.backend import FEATURES, Backend, Limits, Plan, StepArrays, Store, Support
+    from kvport.body import Attention
     from kvport.cache import CacheInfo, CacheStats, Clipped, PagedCache, Poisoned, PoolStats
     from kvport.errors import (
         BackendError,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
         Unsupported,
     )
     from kvport.formats import CacheFormat, TensorFormat
+    from kvport.graph import Graph, GraphBody, Replay
     from kvport.hookspecs import BACKEND_API, BackendInfo, Device, Probe, hookimpl
     from kvport.image import PageImage
     from kvport.inspection import list_backends
@@ -43,7 +45,7 @@ if TYPE_CHECKING:
     from kvport.registry import load_backend, parse_device
     from kvport.scales import LayerScales, SideScales
     from kvport.sequences import Sequence
-    from kvport.step import Attention, Step
+    from kvport.step import Step
 
 __version__ = "0.1.0"
 
@@ -51,10 +53,12 @@ __version__ = "0.1.0"
 _HOME = {
     "FEATURES": "backend",
     "Backend": "backend",
+    "Limits": "backend",
     "Plan": "backend",
     "StepArrays": "backend",
     "Store": "backend",
     "Support": "backend",
+    "Attention": "body",
     "CacheInfo": "cache",
     "CacheStats": "cache",
     "Clipped": "cache",
@@ -81,6 +85,9 @@ _HOME = {
     "Unsupported": "errors",
     "CacheFormat": "formats",
     "TensorFormat": "formats",
+    "Graph": "graph",
+    "GraphBody": "graph",
+    "Replay": "graph",
     "BACKEND_API": "hookspecs",
     "BackendInfo": "hookspecs",
     "Device": "hookspecs",
@@ -99,7 +106,6 @@ _HOME = {
     "LayerScales": "scales",
     "SideScales": "scales",
     "Sequence": "sequences",
-    "Attention": "step",
     "Step": "step",
 }
 
@@ -111,6 +117,7 @@ __all__ = [
     "load_recipe",
     "FEATURES",
     "Backend",
+    "Limits",
     "Plan",
     "StepArrays",
     "Store",
@@ -156,6 +163,9 @@ __all__ = [
     "Sequence",
     "Attention",
     "Step",
+    "Graph",
+    "GraphBody",
+    "Replay",
 ]
 
 

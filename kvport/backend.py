@@ -11,13 +11,14 @@ Words used below: S sequences, T packed query tokens, P page size, D key_dim, E 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Final, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
 
+from kvport.errors import Unsupported
 from kvport.layout import GroupLayout
 from kvport.scales import LayerScales
 
@@ -48,7 +49,8 @@ ATTENTION_FEATURES: Final = frozenset({"window", "softcap", "sinks", "lse", "pre
 #: says so: one that has never heard of it would leave it out and be wrong in silence.
 STORAGE_FEATURES: Final = frozenset({"latent", "outliers", "sparse"})
 
-FEATURES: Final = ATTENTION_FEATURES | STORAGE_FEATURES
+#: ``graph``: plans of a fixed shape, which :mod:`kvport.graph` records steps over. Not taken for granted either.
+FEATURES: Final = ATTENTION_FEATURES | STORAGE_FEATURES | {"graph"}
 
 
 @dataclass(frozen=True)
@@ -140,6 +142,30 @@ class Plan:
     private: Any = None
 
 
+@dataclass(frozen=True)
+class Limits:
+    """The most that a plan of a fixed shape has room for.
+
+    ``sequences``, ``tokens`` (packed query rows), ``query_tokens`` (of one sequence) and ``pages`` (of one sequence:
+    columns of its table).
+    """
+
+    sequences: int
+    tokens: int
+    query_tokens: int
+    pages: int
+
+    def padding(self) -> StepArrays:
+        """Arrays of the full shape that hold no token, for a plan that nobody has filled yet."""
+        return StepArrays(
+            page_table=torch.zeros((self.sequences, self.pages), dtype=torch.int32, device="cpu"),
+            kv_start=torch.zeros(self.sequences, dtype=torch.int32, device="cpu"),
+            lengths=torch.zeros(self.sequences, dtype=torch.int32, device="cpu"),
+            query_starts=torch.zeros(self.sequences + 1, dtype=torch.int32, device="cpu"),
+            query_positions=torch.zeros(self.sequences, dtype=torch.int32, device="cpu"),
+        )
+
+
 class Backend(ABC):
     """A device's implementation of the operations. Instances are created by a plugin's ``load(device)``.
 
@@ -151,6 +177,8 @@ class Backend(ABC):
     execution: Execution = "hardware"
     #: What the conformance suite holds the backend to: codes and scales bit for bit, or within its one-code class.
     exactness: Literal["bit-exact", "one-code"] = "bit-exact"
+    #: How :meth:`record` repeats a body, for logs: "eager" runs it anew.
+    capture: str = "eager"
     device: str
     torch_device: torch.device
 
@@ -254,6 +282,42 @@ class Backend(ABC):
         The flag is sticky from the write until the first slot of the page is written anew. Other formats keep NaN
         visible in their scales or codes and always answer False.
         """
+
+    # -- graphs: where the feature "graph" is declared --------------------------------------------------------------
+
+    def fixed_plan(self, store: Store, limits: Limits) -> Plan:
+        """A plan that stays where it is: its tensors and launches depend on ``limits`` alone.
+
+        It holds no token until :meth:`refill`. Query rows past the last sequence's, of which a graph's padding
+        consists, must give zeros and -inf under such a plan.
+        """
+        raise Unsupported(f"backend {self.name} has no plans of a fixed shape, which graphs need")
+
+    def refill(self, store: Store, plan: Plan, arrays: StepArrays) -> None:
+        """Write one step's host arrays into a fixed plan, in the order of the current stream.
+
+        ``arrays`` have the full shape: padding sequences are empty and have no query rows. The host arrays may change
+        as soon as this returns.
+        """
+        raise Unsupported(f"backend {self.name} has no plans of a fixed shape, which graphs need")
+
+    def record(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        """Record the device work of ``run``, which has run before, and return what repeats it with the same results.
+
+        The default repeats by running anew.
+        """
+        return run
+
+    def recording(self) -> bool:
+        """Whether device work is being recorded instead of run, by :meth:`record` or by the user."""
+        return False
+
+    def upload(self, host: Tensor, target: Tensor | None = None) -> Tensor:
+        """A host tensor on the device, in ``target`` where given, in the order of the current stream.
+
+        The host tensor is not changed afterwards.
+        """
+        return host.to(self.torch_device) if target is None else target.copy_(host)
 
     def facts(self) -> dict[str, str]:
         """Versions, device and driver names for reports."""

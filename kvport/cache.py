@@ -18,8 +18,10 @@ from typing import Literal, NoReturn
 import torch
 from torch import Tensor
 
+from kvport import operators
 from kvport.arguments import show, whole_number
 from kvport.backend import Backend, Execution, Store, Support, operations, storage_features
+from kvport.body import Body, Fresh
 from kvport.errors import (
     ClosedError,
     InvalidArgument,
@@ -31,6 +33,7 @@ from kvport.errors import (
     Unsupported,
 )
 from kvport.formats import DTYPES, dtype_name
+from kvport.graph import Graph
 from kvport.image import PageImage, export_sequence, import_sequence
 from kvport.layout import CacheLayout
 from kvport.pages import SPARE, PagePool
@@ -38,7 +41,7 @@ from kvport.prefix import PrefixIndex, PrefixStats
 from kvport.rotation import unrotate
 from kvport.scales import LayerScales, resolve_scales, scales_digest, warn_unit_scales
 from kvport.sequences import Sequence, check_pin
-from kvport.step import Fresh, Step, read_ids
+from kvport.step import Step, read_ids
 from kvport.tiers import Lane, canonical_bytes, make_lanes
 
 FINGERPRINT_VERSION = 1
@@ -55,6 +58,7 @@ class CacheInfo:
     format: str
     fingerprint: str
     workspace: str
+    capture: str  # how graphs repeat a step: "none", "eager", or the backend's own way
     facts: dict[str, str]
 
 
@@ -163,7 +167,11 @@ class PagedCache:
         self._where = [layout.locate(layer) for layer in range(len(layout.layers))]
         self._stored_layers = [layer for group in layout.groups for layer in group.layers]
         self._made = 0
-        self._step: Step | None = None
+        self._step: Body | None = None
+        # What compiled functions know the cache by; see kvport.operators.
+        self._number, self._order = operators.register(self, backend.torch_device)
+        widths = {spec.value_dim for spec in layout.layers}
+        self._value_dim = widths.pop() if len(widths) == 1 else 0  # 0: layers differ
 
     # -- sequences -----------------------------------------------------------------------------------------------
 
@@ -214,8 +222,20 @@ class PagedCache:
         """
         self._open("step")
         self._outside_step("begin a step")
-        self._step = Step(self, tokens, fresh)
-        return self._step
+        step = Step(self, tokens, fresh)
+        self._step = step
+        return step
+
+    def graph(self, *, max_seqs: int, max_tokens: int, max_pages: int, max_query: int | None = None) -> Graph:
+        """Buffers for steps that are recorded once and replayed, see :class:`kvport.graph.Graph`.
+
+        A replay has at most ``max_seqs`` sequences, ``max_tokens`` new tokens in all, ``max_query`` of one sequence
+        (default: ``max_tokens``; 1 makes the leanest decode graph) and ``max_pages`` pages of one sequence, its new
+        tokens included. Raises :class:`Unsupported` where the backend has no plans of a fixed shape.
+        """
+        self._open("make a graph of")
+        self._outside_step("make a graph")
+        return Graph(self, max_seqs=max_seqs, max_tokens=max_tokens, max_pages=max_pages, max_query=max_query)
 
     def gather(self, sequence: Sequence, layer: int, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor]:
         """Decode a sequence's committed tokens of one layer to K ``(length, kv_heads, key_dim)`` and V.
@@ -259,6 +279,7 @@ class PagedCache:
             format=str(self.layout.format),
             fingerprint=self.fingerprint,
             workspace="history" if any(s.workspace == "history" for s in self._supports) else "bounded",
+            capture=self.backend.capture if all("graph" in s.features for s in self._supports) else "none",
             facts=self.backend.facts(),
         )
 

@@ -41,16 +41,23 @@ def rotation_signs(seed: int, dim: int) -> tuple[float, ...]:
     return tuple(signs)
 
 
+@functools.cache
+def _signs_on(seed: int, dim: int, device: torch.device) -> Tensor:
+    """The signs beside the data, made once: a copy from the host would make every call wait, and break a recording."""
+    with torch.inference_mode(False):
+        return torch.tensor(rotation_signs(seed, dim), dtype=torch.float32, device=device)
+
+
 def rotate(x: Tensor, seed: int, dim: int) -> Tensor:
     """Rotate the first ``dim`` channels of ``(..., channels)``; the result is float32."""
-    signs = torch.tensor(rotation_signs(seed, dim), dtype=torch.float32, device=x.device)
+    signs = _signs_on(seed, dim, x.device)
     turned = _transform(x[..., :dim].to(torch.float32) * signs)
     return turned if x.shape[-1] == dim else torch.cat([turned, x[..., dim:].to(torch.float32)], -1)
 
 
 def unrotate(x: Tensor, seed: int, dim: int) -> Tensor:
     """The inverse of :func:`rotate`, up to float32 rounding."""
-    signs = torch.tensor(rotation_signs(seed, dim), dtype=torch.float32, device=x.device)
+    signs = _signs_on(seed, dim, x.device)
     turned = _transform(x[..., :dim].to(torch.float32)) * signs
     return turned if x.shape[-1] == dim else torch.cat([turned, x[..., dim:].to(torch.float32)], -1)
 

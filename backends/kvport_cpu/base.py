@@ -16,7 +16,7 @@ from torch import Tensor
 
 from kvport import codec
 from kvport.attention import Read, attend_sequence
-from kvport.backend import FEATURES, Backend, Plan, StepArrays, Store, Support
+from kvport.backend import FEATURES, Backend, Limits, Plan, StepArrays, Store, Support
 from kvport.errors import InvalidArgument, Unsupported
 from kvport.formats import TensorFormat
 from kvport.layout import GroupLayout
@@ -109,7 +109,9 @@ class TorchBackend(Backend):
         self.torch_device = torch_device
 
     def support(self, layout: GroupLayout) -> Support:
-        return Support(features=FEATURES)
+        # Plans of a fixed shape go with this plan and this attend; a subclass with others of its own says so itself.
+        own = all(getattr(type(self), name) is getattr(TorchBackend, name) for name in ("plan", "attend"))
+        return Support(features=FEATURES if own else FEATURES - {"graph"})
 
     def page_bytes(self, layout: GroupLayout) -> int:
         return layout.canonical_page_bytes + (layout.layers if _needs_flags(layout) else 0)
@@ -241,7 +243,19 @@ class TorchBackend(Backend):
                 softcap=softcap,
                 sinks=sinks,
             )
+        if starts[-1] < query.shape[0]:  # the padding of a fixed plan
+            out[starts[-1] :], lse[starts[-1] :] = 0, -torch.inf
         return out, lse
+
+    def fixed_plan(self, store: Store, limits: Limits) -> Plan:
+        return self.plan(store, limits.padding())
+
+    def refill(self, store: Store, plan: Plan, arrays: StepArrays) -> None:
+        for name, given in vars(arrays).items():
+            host, device = getattr(plan.host, name), getattr(plan.device, name)
+            host.copy_(given)
+            if device is not host:
+                self.upload(host, device)
 
     def gather(
         self, store: Store, layer: int, page_table: Tensor, lengths: Sequence[int], dtype: torch.dtype

@@ -5,7 +5,8 @@ Importing this module imports triton; see :mod:`kvport_triton.availability` for 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any, ClassVar, Final
 
@@ -14,8 +15,8 @@ import torch
 import triton
 from torch import Tensor
 
-from kvport.backend import Execution, Plan, StepArrays, Store, Support
-from kvport.errors import InvalidArgument, Unsupported
+from kvport.backend import ATTENTION_FEATURES, Execution, Limits, Plan, StepArrays, Store, Support
+from kvport.errors import InvalidArgument, StepError, Unsupported
 from kvport.formats import TensorFormat
 from kvport.layout import GroupLayout
 from kvport.scales import LayerScales, SideScales
@@ -26,7 +27,7 @@ from kvport_triton.kernels.attend import CODES, EXACT, NATIVE, ROUNDED, attend_k
 from kvport_triton.kernels.decode import decode_kernel
 from kvport_triton.kernels.encode import append_kernel, begin_pages_kernel
 from kvport_triton.kernels.stage import stage_kernel
-from kvport_triton.planning import Launch, Prepared, Staged, prepare
+from kvport_triton.planning import Launch, Prepared, Shape, Staged, prepare, prepare_fixed
 from kvport_triton.sides import DTYPE_NUMBER, Side, bits_view, sides
 from kvport_triton.store import TritonStore, private_dtype, private_shape, to_private
 from kvport_triton.tuning import INTERPRETED_PROCESSORS, MOST_VERIFY, Mode, Tuning, interpreted, tuning
@@ -77,6 +78,7 @@ class TritonBackend(TorchBackend):
         self.tuned: dict[str, Tuning] = {} if interpreted else {k: Tuning(**v) for k, v in overrides.read().items()}
         #: The interpreter can do what any GPU can.
         self.capability = FP8_CAPABILITY if interpreted else torch.cuda.get_device_capability(torch_device)
+        self.capture = "eager" if interpreted else "cuda graph"
         self.processors = (
             INTERPRETED_PROCESSORS
             if interpreted
@@ -92,7 +94,7 @@ class TritonBackend(TorchBackend):
                 "fp8_e4m3 codes: this GPU has compute capability {}.{}, their conversion needs {}.{}; fp8_e5m2 and "
                 "int8 work".format(*self.capability, *FP8_CAPABILITY)
             )
-        return Support(reasons=tuple(found))
+        return Support(reasons=tuple(found), features=ATTENTION_FEATURES | {"graph"})
 
     def page_bytes(self, layout: GroupLayout) -> int:
         # The private layout is a permutation of the canonical planes; static integers add a flag per page and layer.
@@ -228,15 +230,9 @@ class TritonBackend(TorchBackend):
     def plan(self, store: Store, arrays: StepArrays) -> Plan:
         layout = store.layout
         counts = np.diff(arrays.query_starts.numpy())
-        most = {"decode": 1, "verify": 1, "prefill": int(counts.max(initial=1))}
         few = counts[counts <= MOST_VERIFY]
-        most["verify"] = int(few.max(initial=1))
-        # Work is cut for the layout's own dtype and heads; attend makes a second plan for a query of others.
-        mode = self._mode(layout, layout.dtype)
-        shapes = {
-            kind: self._tuning(layout, kind, mode, layout.group_size, tokens).shape(self.processors)
-            for kind, tokens in most.items()
-        }
+        most = {"decode": 1, "verify": int(few.max(initial=1)), "prefill": int(counts.max(initial=1))}
+        shapes = self._shapes(layout, most)
         shapes["staged"] = self._tuning(layout, "prefill", "native", layout.group_size, most["prefill"]).shape(1)
         # bf16 holds what the bound asks of bf16 queries, at any magnitude; float16 has neither room for large values.
         quantized = layout.format.key.quantized and layout.format.value.quantized
@@ -254,6 +250,40 @@ class TritonBackend(TorchBackend):
             stage_columns=self._stage_columns(layout, shapes["staged"].tile),
         )
         return Plan(arrays, device, prepared)
+
+    def fixed_plan(self, store: Store, limits: Limits) -> Plan:
+        """As :meth:`plan` would cut the largest step, but without decoded runs, whose number depends on lengths."""
+        layout = store.layout
+        most = {"decode": 1, "verify": min(MOST_VERIFY, limits.query_tokens), "prefill": limits.query_tokens}
+        device, prepared = prepare_fixed(
+            limits,
+            self.torch_device,
+            group=layout.group_size,
+            kv_heads=layout.kv_heads,
+            window=layout.window,
+            page_size=layout.page_size,
+            shapes=self._shapes(layout, most),
+            most_verify=MOST_VERIFY,
+        )
+        return Plan(limits.padding(), device, prepared)
+
+    def refill(self, store: Store, plan: Plan, arrays: StepArrays) -> None:
+        prepared: Prepared = plan.private
+        assert prepared.fixed is not None
+        self.upload(prepared.fixed.pack(arrays), prepared.fixed.buffer)
+        for other in prepared.others.values():
+            self.refill(store, other, arrays)
+
+    def _shapes(self, layout: GroupLayout, most: Mapping[str, int]) -> dict[str, Shape]:
+        """The kernel shape of each kind of launch, of at most so many query tokens a sequence.
+
+        Work is cut for the layout's own dtype and heads; attend makes a second plan for a query of others.
+        """
+        mode = self._mode(layout, layout.dtype)
+        return {
+            kind: self._tuning(layout, kind, mode, layout.group_size, tokens).shape(self.processors)
+            for kind, tokens in most.items()
+        }
 
     def attend(
         self,
@@ -473,13 +503,46 @@ class TritonBackend(TorchBackend):
         """The kernel shape that decodes over codes of this layout."""
         return self._tuning(layout, "decode", "codes", layout.group_size, 1)
 
+    # -- graphs --------------------------------------------------------------------------------------------------
+
+    def upload(self, host: Tensor, target: Tensor | None = None) -> Tensor:
+        # From pinned memory the copy waits for nothing, and nothing waits for it: torch gives pinned memory out again
+        # only when the copy from it is done.
+        if not self.interpreted:
+            host = host if host.is_pinned() else host.pin_memory()
+        if target is None:
+            return host.to(self.torch_device, non_blocking=True)
+        return target.copy_(host, non_blocking=True)
+
+    def record(self, run: Callable[[], Any]) -> Callable[[], Any]:
+        if self.interpreted:
+            return run
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.device(self.torch_device), torch.cuda.graph(graph):
+                result = run()
+        except RuntimeError as error:
+            raise StepError(
+                f"the body cannot be recorded: it waits for the device, copies from pageable memory, or allocates in "
+                f"a way that a CUDA graph cannot hold. CUDA said: {error}"
+            ) from error
+
+        def replay() -> Any:
+            graph.replay()
+            return result
+
+        return replay
+
+    def recording(self) -> bool:
+        return not self.interpreted and torch.cuda.is_current_stream_capturing()
+
     def synchronize(self) -> None:
         if not self.interpreted:
             torch.cuda.synchronize(self.torch_device)
 
     # -- inside --------------------------------------------------------------------------------------------------
 
-    def _on_device(self) -> Any:
+    def _on_device(self) -> AbstractContextManager[Any]:
         """Around launches: Triton takes torch's current device."""
         if not self.interpreted:
             return torch.cuda.device(self.torch_device)
@@ -522,7 +585,11 @@ class TritonBackend(TorchBackend):
             other = TritonStore(
                 replace(layout, query_heads=group * layout.kv_heads, dtype=query.dtype), 0, {}, (), None
             )
-            prepared.others[key] = self.plan(other, plan.host)
+            if prepared.fixed is None:
+                prepared.others[key] = self.plan(other, plan.host)
+            else:
+                made = prepared.others[key] = self.fixed_plan(other, prepared.fixed.limits)
+                self.refill(other, made, prepared.fixed.arrays)
         return prepared.others[key]
 
     def _scratch(self, prepared: Prepared, launch: Launch, layout: GroupLayout, lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -8,6 +8,7 @@ nothing. Another quarter goes into checking every integer operation for overflow
 from __future__ import annotations
 
 import dataclasses
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
@@ -33,11 +34,12 @@ def quicken(*modules: ModuleType) -> None:
 
 @contextmanager
 def launching(*, check_overflow: bool) -> Iterator[None]:
-    """Around a launch: numpy does not warn of infinities, and integer operations are checked only where asked for."""
+    """Around a launch: numpy does not warn of infinities or of rows that are all NaN, as a graph's padding may be, and
+    integer operations are checked only where asked for."""
     options = interpreter_builder.options
     interpreter_builder.options = dataclasses.replace(options, sanitize_overflow=check_overflow)
     try:
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore", category=RuntimeWarning):
             yield
     finally:
         interpreter_builder.options = options

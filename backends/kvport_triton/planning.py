@@ -15,7 +15,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvport.backend import Plan, StepArrays
+from kvport.backend import Limits, Plan, StepArrays
 
 Int32Array = npt.NDArray[np.int32]
 
@@ -24,6 +24,8 @@ Int32Array = npt.NDArray[np.int32]
 ITEM_FIELDS: Final = 10
 #: Fields of a merge block: first packed query row, query tokens, first partial, splits.
 BLOCK_FIELDS: Final = 4
+#: The arrays of a step, in the order in which they lie on the device.
+ARRAYS: Final = ("page_table", "kv_start", "lengths", "query_starts", "query_positions")
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,71 @@ class Staged:
     blocks: int
 
 
+@dataclass(frozen=True)
+class Room:
+    """The most items, merge blocks and partials that a launch can need."""
+
+    items: int
+    blocks: int
+    partials: int
+
+
+@dataclass
+class Fixed:
+    """What a plan of a fixed shape is filled by: one buffer on the device, with room for any step within ``limits``.
+
+    Launches have as many programs as the largest step could need. How runs are split is written into the buffer anew
+    for each step, as an ordinary plan would split them; items that a step does not need have no query tokens.
+    """
+
+    limits: Limits
+    group: int
+    kv_heads: int
+    window: int | None
+    shapes: dict[str, Shape]
+    most_verify: int
+    buffer: Tensor
+    places: dict[str, slice]
+    rooms: dict[str, Room]
+    arrays: StepArrays
+
+    def pack(self, arrays: StepArrays) -> Tensor:
+        """The buffer's content for one step, on the host (pinned where the buffer is on a GPU)."""
+        self.arrays = arrays
+        flat = torch.zeros(self.buffer.shape, dtype=torch.int32, device="cpu", pin_memory=self.buffer.is_cuda)
+        content = flat.numpy()
+        counts = np.diff(arrays.query_starts.numpy())
+        for name in ARRAYS:
+            content[self.places[name]] = getattr(arrays, name).numpy().ravel()
+        for kind, chosen in choose(counts, self.most_verify).items():
+            if kind not in self.shapes:
+                continue
+            items, blocks, partials = build_items(
+                arrays,
+                group=self.group,
+                kv_heads=self.kv_heads,
+                window=self.window,
+                chosen=chosen,
+                shape=self.shapes[kind],
+            )
+            if kind == "decode":
+                items = np.concatenate([items, self._padding_rows(int(arrays.query_starts[-1]))])
+            needed, room = Room(len(items), len(blocks), partials), self.rooms[kind]
+            if needed.items > room.items or needed.blocks > room.blocks or needed.partials > room.partials:
+                raise AssertionError(f"{kind} needs {needed} and has {room}: a fault of the backend")
+            for name, rows in ((f"{kind}.items", items), (f"{kind}.blocks", blocks)):
+                begin = self.places[name].start
+                content[begin : begin + rows.size] = rows.ravel()
+        return flat
+
+    def _padding_rows(self, tokens: int) -> Int32Array:
+        """Each query row past the step's own as a sequence without keys, which gives zeros and -inf."""
+        items = np.zeros((self.limits.tokens - tokens, ITEM_FIELDS), np.int32)
+        items[:, 1] = np.arange(tokens, self.limits.tokens)
+        items[:, 2] = items[:, 8] = 1
+        return items
+
+
 @dataclass
 class Prepared:
     """The private part of a plan.
@@ -92,6 +159,7 @@ class Prepared:
     staged: Staged | None = None
     scratch: dict[str, tuple[Tensor, Tensor]] = field(default_factory=dict)
     stage_scratch: tuple[Tensor, Tensor, Tensor, Tensor] | None = None
+    fixed: Fixed | None = None
     others: dict[tuple[int, torch.dtype], Plan] = field(default_factory=dict)
 
 
@@ -186,6 +254,86 @@ def build_runs(
     return runs, len(items)
 
 
+def choose(counts: npt.NDArray[np.int32], most_verify: int) -> dict[str, npt.NDArray[np.bool_]]:
+    """Which sequences each kind of launch takes, by their query tokens."""
+    return {
+        "decode": counts == 1,
+        "verify": (counts > 1) & (counts <= most_verify),
+        "prefill": counts > most_verify,
+    }
+
+
+def capacity(
+    kind: str, limits: Limits, group: int, kv_heads: int, page_size: int, shape: Shape, most_verify: int
+) -> Room:
+    """Room for whatever :func:`build_items` can make, in one kind of launch, of a step within ``limits``.
+
+    A run of x chunks becomes rint(x) parts, where the x of all runs add up to at most programs / kv_heads. Splitting
+    adds at most x - 1/2 items to a run, and a split run (x >= 3/2) has at most 4/3 x partials. No part is shorter than
+    a tile.
+    """
+    per_tile = max(1, shape.rows // group)
+    fewest = {"decode": 1, "verify": 2, "prefill": most_verify + 1}[kind]
+    runs = min(limits.sequences, limits.tokens // fewest)
+    if kind == "decode":
+        pieces = limits.tokens  # padding rows too
+    else:
+        pieces = runs = runs + limits.tokens // per_tile
+    tiles = -(-limits.pages * page_size // shape.tile)
+    return Room(
+        items=pieces + min(shape.programs // kv_heads, runs * (tiles - 1)),
+        blocks=min(2 * shape.programs // (3 * kv_heads), runs if tiles > 1 else 0),
+        partials=min(4 * shape.programs // (3 * kv_heads), runs * tiles if tiles > 1 else 0),
+    )
+
+
+def prepare_fixed(
+    limits: Limits,
+    device: torch.device,
+    *,
+    group: int,
+    kv_heads: int,
+    window: int | None,
+    page_size: int,
+    shapes: dict[str, Shape],
+    most_verify: int,
+) -> tuple[StepArrays, Prepared]:
+    """A plan's device arrays and launches for any step within ``limits``, filled with padding."""
+    kinds = ["decode"]
+    if limits.query_tokens > 1:
+        kinds.append("verify")
+    if limits.query_tokens > most_verify:
+        kinds.append("prefill")
+    padding = limits.padding()
+    sizes = {name: getattr(padding, name).numel() for name in ARRAYS}
+    rooms = {kind: capacity(kind, limits, group, kv_heads, page_size, shapes[kind], most_verify) for kind in kinds}
+    for kind, room in rooms.items():
+        sizes |= {f"{kind}.items": room.items * ITEM_FIELDS, f"{kind}.blocks": room.blocks * BLOCK_FIELDS}
+    places, end = {}, 0
+    for name, size in sizes.items():
+        places[name] = slice(end, end + size)
+        end += _aligned(size)
+    buffer = torch.empty(end, dtype=torch.int32, device=device)
+    chosen = {kind: shapes[kind] for kind in kinds}
+    fixed = Fixed(limits, group, kv_heads, window, chosen, most_verify, buffer, places, rooms, padding)
+    buffer.copy_(fixed.pack(padding))
+    launches = tuple(
+        Launch(
+            kind=kind,
+            shape=shapes[kind],
+            row_count=_rows(shapes[kind], group),
+            items=buffer[places[f"{kind}.items"]],
+            item_count=room.items,
+            blocks=buffer[places[f"{kind}.blocks"]],
+            block_count=room.blocks,
+            partials=room.partials,
+        )
+        for kind, room in rooms.items()
+    )
+    on_device = StepArrays(*(buffer[places[name]].view(getattr(padding, name).shape) for name in ARRAYS))
+    return on_device, Prepared(launches, fixed=fixed)
+
+
 def prepare(
     arrays: StepArrays,
     device: torch.device,
@@ -205,13 +353,9 @@ def prepare(
     """
     counts = np.diff(arrays.query_starts.numpy())
     staged = np.zeros_like(counts, dtype=np.bool_) if stage_from is None else counts >= stage_from
-    kinds = {
-        "decode": counts == 1,
-        "verify": (counts > 1) & (counts <= most_verify) & ~staged,
-        "prefill": (counts > most_verify) & ~staged,
-    }
     built = {}
-    for kind, chosen in kinds.items():
+    for kind, among in choose(counts, most_verify).items():
+        chosen = among & ~staged
         if bool(chosen.any()):
             built[kind] = build_items(
                 arrays, group=group, kv_heads=kv_heads, window=window, chosen=chosen, shape=shapes[kind]
@@ -228,22 +372,20 @@ def prepare(
             page_size=page_size,
             columns=stage_columns,
         )
-    names = ("page_table", "kv_start", "lengths", "query_starts", "query_positions")
-    pieces = [getattr(arrays, name).numpy().astype(np.int32, copy=False).ravel() for name in names]
+    pieces = [getattr(arrays, name).numpy().astype(np.int32, copy=False).ravel() for name in ARRAYS]
     for items, blocks, _ in built.values():
         pieces += [items.ravel(), blocks.ravel()]
     pieces += [items.ravel() for _, _, items in runs]
     if runs:
         pieces.append(np.arange(arrays.page_table.shape[1], dtype=np.int32) % stage_columns)
-    # Every piece begins on 16 bytes, so that the kernels' loads stay aligned.
-    offsets = np.cumsum([0, *(-(-piece.size // 4) * 4 for piece in pieces)])
+    offsets = np.cumsum([0, *(_aligned(piece.size) for piece in pieces)])
     pinned = torch.empty(int(offsets[-1]), dtype=torch.int32, pin_memory=device.type == "cuda")
     flat = pinned.numpy()
     for piece, offset in zip(pieces, offsets, strict=False):
         flat[offset : offset + piece.size] = piece
     moved = pinned.to(device, non_blocking=True)
     views = iter([moved[offset : offset + piece.size] for piece, offset in zip(pieces, offsets, strict=False)])
-    on_device = StepArrays(*(next(views).view(getattr(arrays, name).shape) for name in names))
+    on_device = StepArrays(*(next(views).view(getattr(arrays, name).shape) for name in ARRAYS))
     launches = [
         Launch(
             kind=kind,
@@ -263,6 +405,11 @@ def prepare(
         shape = shapes["staged"]
         prepared.staged = Staged(shape, _rows(shape, group), stage_columns, found, next(views), running)
     return on_device, prepared
+
+
+def _aligned(size: int) -> int:
+    """int32 words of a piece: every piece begins on 16 bytes, so that the kernels' loads stay aligned."""
+    return -(-size // 4) * 4
 
 
 def _rows(shape: Shape, group: int) -> int:

@@ -227,7 +227,7 @@ def decode_kernel(
     part = tl.load(item + 9)
 
     r = tl.arange(0, N)
-    live = r < group
+    live = (r < group) & (r * 0 + tl.load(item + 2) > 0)  # an item without query tokens is padding
     q_heads = h * group + tl.where(live, r, 0)
     K_USED: tl.constexpr = K_DIM // (K_GROUPS * K_PER_BYTE)
     K_WIDTH: tl.constexpr = triton.next_power_of_2(K_USED)
