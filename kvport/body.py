@@ -142,7 +142,10 @@ class Body:
         if torch.compiler.is_compiling():
             _refuse_grad("query", query)
             cache = self._cache
-            return Attention(*operators.attend(cache._order, cache._number, layer, query, scale, softcap, sinks))
+            # A layer number that varies must not be looked up while tracing: each would be compiled by itself.
+            width = cache._value_dim or cache.layout.layers[layer].value_dim
+            found = operators.attend(cache._order, cache._number, layer, query, width, scale, softcap, sinks)
+            return Attention(*found)
         return self._attend(layer, query, scale, softcap, sinks)
 
     def _attend(
