@@ -41,7 +41,7 @@ def test_links_lead_somewhere(path: Path) -> None:
         assert (path.parent / target).exists(), f"{path.name} links to {target}, which does not exist"
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/api.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/api.md", "docs/graphs.md"])
 def test_the_code_of_a_page_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All Python blocks of a page, in order, as one program."""
     text = (ROOT / name).read_text(encoding="utf-8")
@@ -58,8 +58,8 @@ def test_the_users_page_names_what_a_user_can_call() -> None:
     """Public methods and properties of what a user holds, every argument of open, and every error."""
     page = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     wanted = {name for name in inspect.signature(kvport.open).parameters if name != "device"}
-    for owner in (kvport.PagedCache, kvport.Sequence, kvport.Step, kvport.PageImage):
-        wanted |= {name for name, value in vars(owner).items() if not name.startswith("_") and callable(value)}
+    for owner in (kvport.PagedCache, kvport.Sequence, kvport.Step, kvport.PageImage, kvport.Graph):
+        wanted |= {name for name, value in inspect.getmembers(owner, callable) if not name.startswith("_")}
     wanted |= {name for name in kvport.__all__ if isinstance(value := getattr(kvport, name), type)
                and issubclass(value, kvport.KVPortError)}  # fmt: skip
     wanted |= set(inspect.signature(kvport.Step.attend).parameters) - {"self"}
