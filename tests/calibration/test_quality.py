@@ -89,6 +89,34 @@ def test_tokens_past_the_last_whole_group_stay_as_they_are() -> None:
     assert layer_error(0, "k=int2:c32,v=fp32", q, k, v).key.relative > 0.1
 
 
+def test_what_is_kept_apart_lowers_the_error_and_is_not_counted_as_saturated() -> None:
+    generator = torch.Generator().manual_seed(3)
+    q, k, v = (torch.randn(150, heads, DIM, generator=generator) for heads in (4, 2, 2))
+    large = torch.rand(k.shape, generator=generator) > 0.99
+    k[large] *= 40
+    dense = layer_error(0, "k=int4,v=fp32", q, k, v)
+    sparse = layer_error(0, "k=int4:sparse=99,v=fp32", q, k, v)
+    assert sparse.key.relative < dense.key.relative / 3
+    # Pages have 128 tokens: of 150 the last 22 are none, and stay as they are.
+    other = k.clone()
+    other[128:] *= 7
+    assert layer_error(0, "k=int4:sparse=99,v=fp32", q, other, v).key.relative < sparse.key.relative
+    limit = kvport.LayerScales(kvport.SideScales(torch.tensor(4.0 / 127)))
+    counted = [
+        layer_error(0, format, q, k, v, scales=limit, counters=True).key.counts
+        for format in ("k=int8:tensor:static,v=fp32", "k=int8:tensor:static:sparse=4,v=fp32")
+    ]
+    assert counted[0] is not None
+    assert counted[1] is not None
+    beyond = int((k[:128].abs() > 4.0 * 127.5 / 127).sum())
+    assert counted[1].saturated == beyond - 2 * 4  # two heads, four each
+    k[large] /= 40
+    k[..., 5] += 60
+    channels = kvport.LayerScales(key_channels=torch.tensor([[5], [5]]))
+    apart = layer_error(0, "k=int4:outliers=1,v=fp32", q, k, v, scales=channels)
+    assert apart.key.relative < layer_error(0, "k=int4,v=fp32", q, k, v).key.relative / 3
+
+
 def test_counters_only_on_request_and_beyond_limits_by_name() -> None:
     q, k, v = qkv()
     small = kvport.LayerScales(*(kvport.SideScales(torch.tensor(s)) for s in (0.001, 0.05)))

@@ -345,6 +345,7 @@ def _lives() -> list[Variant]:
         *product((*formats, *rotated), (BASE, MLA), phase="all"),
         *product((*ROTATED_FORMATS, *OUTLIER_FORMATS[:1]), (half,), phase="all"),
         *product(("latent=fp8_e4m3:g128,rope=bf16",), (DEEPSEEK,), phase="all"),
+        *half_kinds(phase="all"),
         *product(canonical, (MODEL,), "full", phase="all"),
         *product(formats, (MODEL, *LATENT_GEOMETRIES), "full", phase="all"),
         *(v for phase in PHASES for v in product((*formats, *rotated), (BASE, MLA), "full", phase=phase)),
