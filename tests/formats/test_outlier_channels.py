@@ -347,7 +347,7 @@ def test_formats_that_cannot_be(format: str, facts: list[str]) -> None:
         CacheFormat.parse(format)
     for fact in facts:
         assert fact in str(error.value)
-    with pytest.raises(FormatError, match=r"outliers \(channels\) must be a whole number >= 0 .* got -1"):
+    with pytest.raises(FormatError, match="number of channels"):
         TensorFormat("int8", outliers=-1)
 
 
