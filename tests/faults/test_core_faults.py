@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvport import rotation, step, tiers
+from kvport import body, rotation, tiers
 from kvport_conformance.cases import run_case, select
 from kvport_cpu import reference
 
@@ -56,18 +56,18 @@ def _one_thread() -> Any:
 
 @pytest.mark.parametrize("fault", [seed_ignored, queries_only, keys_only, signs_forgotten])
 def test_a_wrong_rotation_is_rejected(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "rotate", fault)
+    monkeypatch.setattr(body, "rotate", fault)
     rejected(ROTATED)
 
 
 @pytest.mark.parametrize("fault", [seed_ignored, keys_only, rope_part_too])
 def test_a_wrong_rotation_of_latent_layers_is_rejected(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "rotate", fault)
+    monkeypatch.setattr(body, "rotate", fault)
     rejected(LATENT)
 
 
 def test_values_that_are_not_turned_back_are_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(step, "unrotate", lambda x, seed, dim: x)
+    monkeypatch.setattr(body, "unrotate", lambda x, seed, dim: x)
     rejected(LATENT)
 
 

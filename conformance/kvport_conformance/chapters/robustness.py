@@ -140,8 +140,7 @@ def two_stores(bench: Bench) -> None:
 
 @check(
     CHAPTER,
-    product(("int8", "fp32"), (geometry(1, 4, 64, 128, layers=1),))
-    + product(CORE, (MODEL,), "full"),
+    product(("int8", "fp32"), (geometry(1, 4, 64, 128, layers=1),)) + product(CORE, (MODEL,), "full"),
 )
 def bounded_workspace(bench: Bench) -> None:
     """Where the workspace is declared bounded, attend needs no more memory at 8192 tokens than at 2048."""
