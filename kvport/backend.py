@@ -320,7 +320,7 @@ class Backend(ABC):
         return host.to(self.torch_device) if target is None else target.copy_(host)
 
     def facts(self) -> dict[str, str]:
-        """Versions, device and driver names for reports."""
+        """Versions and names for reports, which show ``device_name``, ``driver`` and ``sdk`` in places of their own."""
         return {}
 
     def synchronize(self) -> None:  # noqa: B027 - a device without queues has nothing to wait for

@@ -25,9 +25,12 @@ def write_atomically(path: str | os.PathLike[str], content: bytes) -> None:
         raise
 
 
-def parse_json(text: str) -> Any:
-    """The content of a JSON text. Raises ValueError for what is none, or is nested too deeply to be read."""
+def parse_json(text: str, **hooks: Any) -> Any:
+    """The content of a JSON text. Raises ValueError for what is none, or is nested too deeply to be read.
+
+    ``hooks`` are those of :func:`json.loads`; what they raise must be a ValueError.
+    """
     try:
-        return json.loads(text)
+        return json.loads(text, **hooks)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None

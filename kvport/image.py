@@ -2,7 +2,7 @@
 
 A page image is what moves between devices and vendors. Its arrays are the planes of :func:`kvport.layout.planes`,
 token-major then head, little endian, one tensor per model layer and plane of shape ``(pages, *plane.shape)``. Slots
-never written are zero. Codes and scales are digested apart, so that two chips can be compared on each.
+never written are zero. Codes, scales and outliers are digested apart, so that two chips can be compared on each.
 
 The file is safetensors; its metadata holds the version, the cache's fingerprint, the format, a checksum per layer, and
 one of the metadata itself. Loading refuses, and never repairs, an image that is truncated, altered, incomplete or of
@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvport.arguments import INT32_MAX, read_number, show
+from kvport.digests import part_of
 from kvport.errors import ImageError, InvalidArgument
 from kvport.files import write_atomically
 
@@ -87,13 +88,13 @@ class PageImage:
         return sum(t.numel() * t.itemsize for planes in self.layers.values() for t in planes.values())
 
     def digests(self) -> dict[int, dict[str, str]]:
-        """Per model layer, sha256 of its codes, of its scales (scales and zeros), and, where the format keeps numbers
-        apart (outlier channels, sparse outliers), of those ("kept")."""
+        """Per model layer, sha256 of its codes, of its scales (with zeros), and, where the format keeps numbers beside
+        the codes (outlier channels, sparse outliers), of those as outliers: see :mod:`kvport.digests`."""
         found = {}
         for layer, planes in self.layers.items():
             parts = {"codes": hashlib.sha256(), "scales": hashlib.sha256()}
             for name in sorted(planes):
-                part = _digest_part(name)
+                part = part_of(name)
                 parts.setdefault(part, hashlib.sha256()).update(_little_endian(planes[name]))
             found[layer] = {part: digest.hexdigest() for part, digest in parts.items()}
         return found
@@ -304,11 +305,6 @@ def _number(text: str) -> int:
     if (number := read_number(text)) is None:
         raise ValueError(f"not a number below 2**32: {show(text)}")
     return number
-
-
-def _digest_part(plane: str) -> str:
-    kind = plane.rpartition(".")[2]
-    return "kept" if kind.startswith(("outliers", "sparse")) else "codes" if kind == "codes" else "scales"
 
 
 def _check_sparse(layer: int, planes: Mapping[str, Tensor], lane: _ImageLane) -> None:

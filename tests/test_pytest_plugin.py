@@ -7,16 +7,19 @@ the real library.
 from __future__ import annotations
 
 import datetime
+import hashlib
 import json
 import os
 import subprocess
 import sys
+import xml.etree.ElementTree as ET
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.numpy import load_file  # here, because pytester takes back what a test imports, and numpy loads once
 
 from kvport import waivers
 from pytest_kvport import split_formats
@@ -201,7 +204,7 @@ def test_invocations_that_select_the_suite(world: World, how: str) -> None:
     result = world.pytest(*arguments, "--backend=cpu", cwd=world.checkout.parent / folder)
     assert result.ret == 0, result.outlines
     result.stdout.fnmatch_lines([PASSED])
-    result.stdout.fnmatch_lines(["acme on cpu: 4 pass, 0 fail, 1 unsupported, 0 waived, 0 error"])
+    result.stdout.fnmatch_lines(["acme@cpu: 4 pass, 0 fail, 1 unsupported, 0 waived, 0 error"])
     result.stdout.fnmatch_lines(["unsupported 1 x: no int4 in this chip"])
     result.stdout.fnmatch_lines(["kvport backend: acme (acme-kv 2.1) on cpu, execution hardware, 1 of 2 *native"])
 
@@ -467,7 +470,7 @@ def test_a_worker_that_dies_is_an_error_of_its_case(world: World) -> None:
 def test_a_test_that_never_ran_is_no_pass(world: World) -> None:
     result = world.pytest("conformance", "--backend=cpu", "--setup-only")
     assert result.ret == 1
-    result.stdout.fnmatch_lines(["acme on cpu: 0 pass, 0 fail, 0 unsupported, 0 waived, 5 error"])
+    result.stdout.fnmatch_lines(["acme@cpu: 0 pass, 0 fail, 0 unsupported, 0 waived, 5 error"])
 
 
 # --- waivers ---------------------------------------------------------------------------------------------------------
@@ -500,7 +503,7 @@ def test_a_waived_failure_is_a_result_of_its_own(world: World, workers: list[str
     option = waive(world, {"issue": "https://example.com/7"}, {"backend": "other", "case": "append/*"})
     result = world.pytest("conformance", "--backend=cpu", option, "--report=report.json", "--junitxml=j.xml", *workers)
     assert result.ret == 0, result.outlines
-    result.stdout.fnmatch_lines(["acme on cpu: 3 pass, 0 fail, 1 unsupported, 1 waived, 0 error"])
+    result.stdout.fnmatch_lines(["acme@cpu: 3 pass, 0 fail, 1 unsupported, 1 waived, 0 error"])
     result.stdout.fnmatch_lines([f"waived 1 x, until {SOON}: firmware 7 (https://example.com/7)"])
     for count in ("3 passed", "1 waived", "1 unsupported"):  # in no fixed order
         assert count in result.outlines[-1]
@@ -622,22 +625,27 @@ def test_report(world: World) -> None:
     result = world.pytest("conformance", "--backend=cpu", "--seed=5", "--report=report.json", "--tier=quick")
     assert result.ret == 0, result.outlines
     found = world.report()
-    assert (found["schema_version"], found["suite_version"]) == (1, 7)
+    assert (found["schema_version"], found["suite_version"]) == (2, 7)
     assert found["backend"] == {
         "request": "cpu",
         "name": "acme",
         "distribution": "acme-kv",
         "version": "2.1",
-        "location": "/x",
         "device": "cpu",
         "torch_device": "cpu",
         "execution": "hardware",
+        "commit": None,
+        "device_name": None,
+        "driver": "9",
+        "sdk": None,
         "facts": {"driver": "9"},
         "operations": {"append": "native", "attend": "inherited"},
     }
     assert {"kvport", "torch", "numpy", "pytest"} <= set(found["environment"]["packages"])
     assert found["environment"]["python"].startswith("CPython 3.")
     assert (found["run"]["seed"], found["run"]["tier"], found["run"]["exit_status"]) == (5, "quick", 0)
+    assert {"os", "platform", "machine", "processor"} <= set(found["environment"])
+    assert found["run"]["keyword"] is None
     assert found["run"]["command"][0] == "pytest"
     assert "--report=report.json" in found["run"]["command"]
     assert found["counts"] == {"pass": 4, "fail": 0, "unsupported": 1, "waived": 0, "error": 0}
@@ -648,6 +656,89 @@ def test_report(world: World) -> None:
     declined = cases["append/test_declined"]
     assert (declined["outcome"], declined["reason"]) == ("unsupported", "no int4 in this chip")
     assert [path.name for path in world.checkout.glob("*report*")] == ["report.json"]  # no temporary file left
+
+
+# --- arrays beside a report ------------------------------------------------------------------------------------------
+
+SPOOLING = """
+    from pathlib import Path
+    import pytest
+    from kvport_conformance.recorded import save
+    pytestmark = pytest.mark.kvport_chapter("append")
+    @pytest.mark.parametrize("n", range(4))
+    def test_saved(n, case, pytestconfig):
+        case["codes"] = {"compared": 1, "differing": 0}
+        save(Path(pytestconfig.option.kvport_spool), case["id"], n)
+"""
+RECORDED = """
+    def save(folder, identity, n):
+        import numpy
+        from safetensors.numpy import save_file
+        size = 2**20 if n == 3 else 8
+        save_file({f"{identity}#00000.key.codes": numpy.full(size, n, numpy.int8)}, folder / f"{n}.safetensors")
+"""
+
+
+@pytest.mark.parametrize("workers", [[], ["-n2"]], ids=["one", "xdist"])
+def test_arrays_are_joined_beside_the_report_up_to_their_limit(world: World, workers: list[str]) -> None:
+    write(world.checkout / "conformance", {"kvport_conformance/test_saved.py": SPOOLING,
+                                           "kvport_conformance/recorded.py": RECORDED})  # fmt: skip
+    result = world.pytest("conformance", "--backend=cpu", "--report=r.json", "--tensors=1", "-k", "saved", *workers)
+    assert result.ret == 0, result.outlines
+    entry = world.report("r.json")["tensors"]
+    file = world.checkout / "r.safetensors"
+    assert (entry["file"], entry["cases"], entry["left_out"], entry["limit_mib"]) == ("r.safetensors", 3, 1, 1)
+    assert entry["bytes"] == file.stat().st_size
+    assert entry["sha256"] == hashlib.sha256(file.read_bytes()).hexdigest()
+    assert sorted(load_file(file)) == [f"append/test_saved[{n}]#00000.key.codes" for n in range(3)]
+    assert not list(world.checkout.glob(".*spool"))
+
+
+@pytest.mark.parametrize(
+    "options, reason",
+    [
+        (["--tensors=4"], "arrays are saved beside a report; add --report=FILE.json"),
+        (["--tensors=0", "--report=r.json"], "give the most mebibytes to save, at least 1"),
+        (["--tensors=4", "--report=r.safetensors"], "this name is the one of the arrays beside it; end it in .json"),
+    ],
+)
+def test_arrays_that_have_no_place_are_refused_before_the_run(world: World, options: list[str], reason: str) -> None:
+    result = world.pytest("conformance", "--backend=cpu", *options)
+    assert result.ret == 4
+    result.stderr.fnmatch_lines([f"*{reason}"])
+    assert not list(world.checkout.glob(".*spool"))
+
+
+# --- JUnit -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("workers", [[], ["-n2"]], ids=["one", "xdist"])
+@pytest.mark.parametrize("kind", ["hardware", "emulated", "interpreter"])
+def test_junit_has_a_case_s_figures_and_what_it_ran_on(world: World, kind: str, workers: list[str]) -> None:
+    inspection = world.site / "kvport" / "inspection.py"
+    inspection.write_text(inspection.read_text().replace('"execution": "hardware"', f'"execution": "{kind}"'))
+    result = world.pytest("conformance", "--backend=cpu", "--junitxml=j.xml", *workers)
+    assert result.ret == 0, result.outlines
+    cases = {
+        case.get("name"): {p.get("name"): p.get("value") for p in case.iter("property")}
+        for case in ET.parse(world.checkout / "j.xml").iter("testcase")
+    }
+    label = "acme@cpu" if kind == "hardware" else f"acme@cpu [{kind}, not hardware]"
+    assert {found["kvport.backend"] for found in cases.values()} == {label}
+    assert cases["test_length[2]"] == {
+        "kvport.backend": label,
+        "kvport.outcome": "pass",
+        "kvport.ratio": "0.25",
+        "kvport.worst": "nan",
+        "kvport.id": "append/test_length[2]",
+        "kvport.chapter": "append",
+        "kvport.length": "2",
+    }
+    assert cases["test_declined"]["kvport.outcome"] == "unsupported"
+    assert cases["test_declined"]["kvport.reason"] == "no int4 in this chip"
+    result.stdout.fnmatch_lines([f"{label.replace('[', '[[]')}: 4 pass, *"])
+    if kind != "hardware":
+        result.stdout.fnmatch_lines([f"kvport backend: acme *execution {kind} (not hardware), *"])
 
 
 def test_reports_agree_however_the_suite_was_run(world: World) -> None:

@@ -8,15 +8,19 @@ probe then reports what would have broken the import.
 from __future__ import annotations
 
 import os
+import re
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from kvport.hookspecs import Probe
 from kvport_ascend.socs import SOCS, soc_of
 
 AUTOLOAD = "TORCH_DEVICE_BACKEND_AUTOLOAD"
+#: Where the driver and, by default, CANN are installed.
+ROOT = Path("/usr/local/Ascend")
 INSTALL = "pip install torch-npu (of exactly torch's version), after installing CANN from Huawei"
 EMULATED = "ascend@cpu runs the same code on emulated operators, without a device"
 
@@ -63,7 +67,7 @@ def _probe_npu() -> Probe:
     if count == 0:
         return _no("torch_npu is imported, but no NPU is visible (see npu-smi info, ASCEND_RT_VISIBLE_DEVICES)", facts)
     name = str(npu.get_device_name(0))
-    facts["device_name"] = name
+    facts |= {"device_name": name, **installed_software()}
     soc = soc_of(name)
     if soc is None:
         known = ", ".join(prefix + "*" for entry in SOCS.values() for prefix in entry.device_names)
@@ -98,6 +102,28 @@ def _first(error: Exception) -> str:
     """Type and the first line of a message, the part that names the cause."""
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"
+
+
+def installed_software(root: Path = ROOT) -> dict[str, str]:
+    """What Huawei's installers left in their version files: ``driver`` and ``sdk`` (CANN), each where it is found."""
+    home = os.environ.get("ASCEND_TOOLKIT_HOME")
+    toolkits = [Path(home)] if home else [root / "cann", root / "ascend-toolkit" / "latest"]
+    infos = [info for folder in toolkits for info in sorted(folder.glob("*-linux/ascend_toolkit_install.info"))]
+    found: dict[str, str] = {}
+    if cann := next(filter(None, map(_version_line, infos)), None):
+        found["sdk"] = f"CANN {cann}"
+    if driver := _version_line(root / "driver" / "version.info"):
+        found["driver"] = driver
+    return found
+
+
+def _version_line(path: Path) -> str | None:
+    """``Version=24.1.rc3`` in one of those files."""
+    try:
+        found = re.search(r"^version=(\S+)", path.read_text(encoding="utf-8", errors="replace"), re.I | re.M)
+    except OSError:
+        return None
+    return found[1] if found else None
 
 
 def _no(reason: str, facts: dict[str, str] | None = None) -> Probe:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import os
+import re
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -24,6 +26,19 @@ if TYPE_CHECKING:
 VARIABLE: Final = "TRITON_INTERPRET"
 #: bfloat16 tensor-core products and asynchronous copies begin with compute capability 8.0.
 MIN_CAPABILITY: Final = (8, 0)
+
+
+#: Where the kernel driver says what it is: "NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar ...".
+DRIVER: Final = Path("/proc/driver/nvidia/version")
+
+
+def driver_version(path: Path = DRIVER) -> str | None:
+    """The version of the NVIDIA kernel driver, None where the system does not say."""
+    try:
+        found = re.search(r"NVRM version:.*?\s(\d+(?:\.\d+)+)\s", path.read_text(encoding="utf-8", errors="replace"))
+    except OSError:
+        return None
+    return found[1] if found else None
 
 
 def interpreting() -> bool | None:

@@ -22,6 +22,7 @@ from kvport.layout import GroupLayout
 from kvport.scales import LayerScales, SideScales
 from kvport_cpu.base import TorchBackend
 from kvport_triton import overrides
+from kvport_triton.availability import driver_version
 from kvport_triton.kernels import attend, decode, encode, numerics, stage
 from kvport_triton.kernels.attend import CODES, EXACT, NATIVE, ROUNDED, attend_kernel, merge_kernel
 from kvport_triton.kernels.decode import decode_kernel
@@ -484,7 +485,9 @@ class TritonBackend(TorchBackend):
             found["device_name"] = properties.name
             found["capability"] = f"{properties.major}.{properties.minor}"
             found["processors"] = str(properties.multi_processor_count)
-            found["cuda"] = str(torch.version.cuda)
+            found["sdk"] = f"CUDA {torch.version.cuda}"
+            if driver := driver_version():
+                found["driver"] = driver
         return found
 
     def tune(self, layout: GroupLayout, *, keep: bool = True) -> Iterator[str]:

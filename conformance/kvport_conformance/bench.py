@@ -177,7 +177,13 @@ class Bench:
     # -- inputs --------------------------------------------------------------------------------------------------
 
     def content(self, layout: GroupLayout, layer: int, rotate: int | None = None) -> Content:
-        return Content.of(layout, _derive(self.seed, "scales", layer), rotate)
+        content = Content.of(layout, _derive(self.seed, "scales", layer), rotate)
+        for name, side in content.sides.items():
+            if side.static_scale is not None:
+                self.figures.given(f"{name}.scale", side.static_scale)
+            if side.static_zero is not None:
+                self.figures.given(f"{name}.zero", side.static_zero)
+        return content
 
     def tokens(
         self,
@@ -299,6 +305,8 @@ class Held:
         """Append rows at slots (-1 skips one) and record what they must have become. Returns their token numbers."""
         name = dtype or self.bench.dtype
         where = np.asarray(slots, np.int64)
+        for what, array in ((f"key {name}", key), (f"value {name}", value), ("slots", where)):
+            self.bench.figures.given(what, array)
         k, v = (to_torch(x, name, self.device, form) for x in (key, value))
         before = (k.clone(), v.clone())
         given = torch.from_numpy(where.copy()).to(self.device)
@@ -332,6 +340,8 @@ class Held:
         """Import whole pages holding these tokens (page by page, slot by slot)."""
         planes = self.contents[layer].torch_planes(ids, (len(pages), self.layout.page_size), self.layout)
         self.former = self.slots.copy()
+        for plane, tensor in planes.items():
+            self.bench.figures.given(plane, plane_to_numpy(tensor))
         self.bench.backend.import_pages(self.store, layer, list(pages), planes)
         self.slots[layer, self.slots_of(pages, 0, len(ids))] = ids
 
@@ -448,6 +458,7 @@ class Held:
         plan = planned if isinstance(planned, Planned) else self.plan(planned)
         name = dtype or self.bench.dtype
         scale = 1.0 / math.sqrt(self.layout.key_dim) if scale is None else scale
+        self.bench.figures.given(f"query {name}", query)
         tensor = to_torch(query, name, self.device, form)
         logits = None if sinks is None else torch.from_numpy(sinks.copy()).to(self.device)
         with poisoned_allocations():
@@ -530,6 +541,10 @@ def judge_rows(
     Of more than :data:`SAMPLED_ROWS` rows, only runs of rows at the begin, at the end and around every 16th are
     computed by the oracle (they include all page boundaries); the others must at least be finite where those are.
     """
+    asked = ", ".join(
+        f"{name} {'given' if name == 'sinks' else value}" for name, value in given.items() if value is not None
+    )
+    figures.answered(*observed, f"{who}, {asked}")
     if not lse and not np.isnan(observed[1]).all():
         raise Disagreement(f"support() declares no LSE, but that of {who} holds numbers; it must be NaN")
     for first, last in _sampled(len(query), start):

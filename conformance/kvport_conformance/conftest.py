@@ -5,7 +5,10 @@ A test module of the suite names its chapter in ``CHAPTER`` and takes the fixtur
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
+from typing import Final
 
 import pytest
 
@@ -13,8 +16,12 @@ from kvport.backend import Backend
 from kvport_conformance.axes import TIERS
 from kvport_conformance.bench import Bench
 from kvport_conformance.cases import Case, all_cases, select
+from kvport_conformance.recorded import Recording
 from pytest_kvport import split_formats
 from pytest_kvport.reporting import CASE_KEY
+
+#: Bytes of arrays that this process has spooled for --tensors.
+_SPOOLED: Final = pytest.StashKey[int]()
 
 
 @cache
@@ -32,11 +39,17 @@ def backend(request: pytest.FixtureRequest) -> Backend:
 
 
 @pytest.fixture
-def bench(request: pytest.FixtureRequest, backend: Backend, case: Case) -> Bench:
+def bench(request: pytest.FixtureRequest, backend: Backend, case: Case) -> Iterator[Bench]:
     """The bench of this case; what it measures goes into the report whatever becomes of the case."""
-    made = Bench(backend, case, seed=request.config.getoption("kvport_seed"))
+    option, stash = request.config.option, request.config.stash
+    made = Bench(backend, case, seed=option.kvport_seed)
     request.node.user_properties.append((CASE_KEY, made.record))
-    return made
+    spool = getattr(option, "kvport_spool", None)
+    if spool:
+        made.figures.recording = Recording(option.kvport_tensors * 2**20 - stash.setdefault(_SPOOLED, 0))
+    yield made
+    if spool and made.figures.recording is not None:
+        stash[_SPOOLED] += made.figures.recording.save(Path(spool), case.id)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

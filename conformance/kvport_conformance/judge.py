@@ -14,7 +14,7 @@ import numpy as np
 from kvport_conformance import bounds, hints, oracle_attention, oracle_codec
 from kvport_conformance.content import Content, Ids, Side
 from kvport_conformance.figures import Figures
-from kvport_conformance.oracle_floats import Array, BoolArray, Float32Array
+from kvport_conformance.oracle_floats import Array, BoolArray, Float32Array, quiet_nan
 from kvport_conformance.verdicts import Disagreement
 
 FILL: Final = hints.FILL
@@ -39,13 +39,20 @@ def judge_planes(
     words where each row lies; ``former`` are the tokens that a copy or an import should have replaced there.
     """
     found = hints.Stored(content, ids, observed, places, former)
-    for name, side in content.sides.items():
-        expected = content.side_planes(name, ids)
+    expectations = {name: content.side_planes(name, ids) for name in content.sides}
+    figures.stored(
+        {
+            f"{name}.{plane}": _comparable(content.sides[name], plane, observed[f"{name}.{plane}"])
+            for name, expected in expectations.items()
+            for plane in expected
+        },
+        places,
+    )
+    for name, expected in expectations.items():
+        side = content.sides[name]
         seen = {plane: observed[f"{name}.{plane}"] for plane in expected}
         _judge_scales(found, side, expected, seen, places, figures, exactness, unambiguous)
         _judge_codes(found, side, expected, seen, places, figures, exactness, unambiguous)
-        for plane, array in seen.items():
-            figures.stored(f"{name}.{plane}", array)
 
 
 def _judge_scales(
@@ -222,9 +229,20 @@ def _floats(side: Side, plane: Array) -> Float32Array:
     return plane.astype(np.float32)
 
 
+def _comparable(side: Side, plane: str, array: Array) -> Array:
+    """A plane as other backends' are compared with it: a NaN of a float page may have any payload, and gets one."""
+    if plane != "codes" or side.spec.code not in oracle_codec.FLOAT_PAGES:
+        return array
+    small = oracle_codec.FLOAT_PAGES[side.spec.code]
+    nan = quiet_nan() if small is None else small.encode(np.full(1, quiet_nan()))[0]
+    return np.where(_is_nan(side, array), nan, array)
+
+
 def _is_nan(side: Side, codes: Array) -> BoolArray:
     small = oracle_codec.FLOAT_PAGES[side.spec.code]
-    return np.asarray(np.isnan(codes if small is None else small.decode(codes)))
+    if small is None or small.infinity is None:
+        return np.asarray(np.isnan(codes))
+    return np.asarray((codes & (small.sign_bit - 1)) > small.infinity)
 
 
 def _as_float(side: Side, plane: str, planes: dict[str, Array], where: tuple[int, ...]) -> float:

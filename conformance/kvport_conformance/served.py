@@ -159,6 +159,8 @@ class Served:
     def append(self, step: Any, layer: int, numbers: Ids) -> None:
         device = self.bench.backend.torch_device
         given = self.contents[layer].given
+        for name in ("key", "value"):
+            self.bench.figures.given(f"{name} {self.bench.dtype}", given[name][numbers])
         key, value = (to_torch(given[name][numbers], self.bench.dtype, device) for name in ("key", "value"))
         with poisoned_allocations():
             step.append(layer, key, None if self.group.latent else value)
@@ -176,6 +178,7 @@ class Served:
         """Attend this step's queries of one layer and judge them, each sequence over its own tokens."""
         count = sum(len(numbers) for numbers in tokens.values())
         query = self.bench.queries(self.group, count, stream=f"layer{layer}")
+        self.bench.figures.given(f"query {self.bench.dtype}", query)
         device = self.bench.backend.torch_device
         logits = None if sinks is None else torch.from_numpy(sinks.copy()).to(device)
         with poisoned_allocations():

@@ -130,11 +130,14 @@ class Tiered:
                 self.near[sequence].extend(numbers)
                 self.far[sequence].extend([-1] * len(numbers))
             for layer, content in enumerate(self.near_contents):
+                for name in ("key", "value"):
+                    self.bench.figures.given(f"{name} {dtype}", content.given[name][packed])
                 key, value = (to_torch(content.given[name][packed], dtype, device) for name in ("key", "value"))
                 with poisoned_allocations():
                     step.append(layer, key, None if content.latent else value)
                 if layer == self._turn % len(self.near_contents):
                     query = self.bench.queries(self.near_layout, len(packed), stream=f"layer{layer}")
+                    self.bench.figures.given(f"query {dtype}", query)
                     with poisoned_allocations():
                         answer = step.attend(layer, to_torch(query, dtype, device))
                     self._judge(layer, tokens, query, answer)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import argparse
 import datetime
 import importlib
+import shutil
 import time
 from collections import Counter
 from collections.abc import Generator, Sequence
@@ -27,7 +28,7 @@ from typing import Any, Final
 
 import pytest
 
-from pytest_kvport import FailedCase, UnsupportedCase, reporting, split_formats
+from pytest_kvport import FailedCase, UnsupportedCase, origin, reporting, split_formats, spool
 from pytest_kvport.selection import SUITE, Selected, is_inside_suite, selected
 
 # In an editable install the suite's helper modules would otherwise have bare asserts.
@@ -37,6 +38,7 @@ pytest.register_assert_rewrite(SUITE)
 _OPTIONS: Final[tuple[tuple[str, dict[str, Any]], ...]] = (
     ("backend", {"metavar": "[BACKEND@]DEVICE", "help": "what the suite tests, such as cpu, cuda:0 or reference@cuda"}),
     ("report", {"metavar": "FILE.json", "help": "write the results here, replacing an old file"}),
+    ("tensors", {"metavar": "MIB", "type": int, "help": "save codes, scales and outputs beside the report, up to MIB"}),
     ("formats", {"metavar": "FORMAT,...", "help": "only these cache formats"}),
     ("chapter", {"metavar": "NAME,...", "help": "only these chapters of the suite"}),
     ("tier", {"metavar": "NAME", "help": "how much to run; the suite's documentation names the tiers"}),
@@ -112,16 +114,20 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config, "workerinput"):  # an xdist worker: its controller has examined the backend, and reports
         config.stash[_WAIVED] = config.workerinput["kvport_waived"]
         config.option.kvport_backend = config.workerinput["kvport_backend"]
+        config.option.kvport_spool = config.workerinput["kvport_spool"]
         return
     if path := config.option.kvport_report:
         if reason := reporting.unwritable(Path(path)):
             raise pytest.UsageError(f"--report={path}: {reason}")
         config.option.kvport_report = str(Path(path).absolute())
     _check_formats(config.option.kvport_formats)
+    _check_tensors(config.option.kvport_tensors, config.option.kvport_report)
     examination = _examine(config.option.kvport_backend)
     config.stash[_WAIVED] = _waived(config.option.kvport_waivers or (), examination)
     # By name from here on: tests import that plugin alone, and no other can take this process down.
     config.option.kvport_backend = f"{examination['name']}@{examination['device']}"
+    if config.option.kvport_tensors and not config.option.collectonly:
+        config.option.kvport_spool = str(spool.open_spool(Path(config.option.kvport_report)))
     run = _Run(config, chosen, examination)
     config.stash[_RUN] = run
     config.pluginmanager.register(run, "kvport-run")
@@ -132,6 +138,7 @@ def pytest_configure_node(node: Any) -> None:
     """xdist: what the controller found out, for a worker."""
     node.workerinput["kvport_waived"] = node.config.stash.get(_WAIVED, {})
     node.workerinput["kvport_backend"] = node.config.option.kvport_backend
+    node.workerinput["kvport_spool"] = getattr(node.config.option, "kvport_spool", None)
 
 
 def _check_formats(text: str | None) -> None:
@@ -145,6 +152,17 @@ def _check_formats(text: str | None) -> None:
             CacheFormat.parse(item)
         except FormatError as error:
             raise pytest.UsageError(f"--formats={text}: {error}") from None
+
+
+def _check_tensors(mebibytes: int | None, report: str | None) -> None:
+    if mebibytes is None:
+        return
+    if mebibytes < 1:
+        raise pytest.UsageError(f"--tensors={mebibytes}: give the most mebibytes to save, at least 1")
+    if report is None:
+        raise pytest.UsageError(f"--tensors={mebibytes}: arrays are saved beside a report; add --report=FILE.json")
+    if spool.tensors_path(Path(report)) == Path(report):
+        raise pytest.UsageError(f"--report={report}: this name is the one of the arrays beside it; end it in .json")
 
 
 def _examine(backend: str | None) -> dict[str, Any]:
@@ -304,12 +322,20 @@ class _Run:
 
     def pytest_report_header(self) -> str:
         found, capability = self.examination, self.examination["capability"]
+        execution = capability["execution"] + ("" if capability["execution"] == "hardware" else " (not hardware)")
         native = sum(how == "native" for how in capability["operations"].values())
         return (
             f"kvport backend: {found['name']} ({found['distribution']} {found['version']}) on {found['device']}, "
-            f"execution {capability['execution']}, {native} of {len(capability['operations'])} operations native"
+            f"execution {execution}, {native} of {len(capability['operations'])} operations native"
         )
 
+    @property
+    def label(self) -> str:
+        """The backend as every line and every JUnit property names it."""
+        found = self.examination
+        return reporting.label(found["name"], found["device"], found["capability"]["execution"])
+
+    @pytest.hookimpl(tryfirst=True)  # before JUnit's, which is to see a case's figures one by one
     def pytest_runtest_logreport(self, report: Any) -> None:
         if report.when not in ("setup", "call", "teardown"):  # xdist's word for "the worker died in this test"
             self._file(report.nodeid, [*self.phases.pop(report.nodeid, []), report])
@@ -341,6 +367,9 @@ class _Run:
             self.waived[f"until {waiver['expires']}: {waiver['reason']}{issue}"] += 1
             records = [{**record, "waiver": waiver} for record in records]
         self.results.add(nodeid, records, outcome, sum(phase.duration for phase in phases), reason)
+        others = [(key, value) for key, value in phases[-1].user_properties if key != reporting.CASE_KEY]
+        figures = reporting.properties(records[0] if records else {}, outcome, reason, self.label)
+        phases[-1].user_properties = [*others, *figures]
 
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
         if self.config.option.collectonly:
@@ -361,17 +390,23 @@ class _Run:
 
     def _report(self, exit_status: int) -> dict[str, Any]:
         option = self.config.option
-        environment = reporting.environment()
-        found = {
-            key: value for key, value in self.examination.items() if key not in ("capability", "waivers", "left_out")
-        }
+        environment = origin.environment()
+        # Where the plugin lies is this machine's affair; what it is, its version and commit say.
+        apart = ("capability", "waivers", "left_out", "location")
+        found = {key: value for key, value in self.examination.items() if key not in apart}
         capability = {key: value for key, value in self.examination["capability"].items() if key != "formats"}
         return {
             "schema_version": reporting.SCHEMA_VERSION,
             "suite_version": getattr(importlib.import_module(SUITE), "SUITE_VERSION", None),
             "kvport": environment["packages"].get("kvport"),
+            "kvport_commit": origin.commit("kvport"),
             "created": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-            "backend": {**found, **capability},
+            "backend": {
+                **found,
+                "commit": origin.commit(found["distribution"]),
+                **capability,
+                **origin.device_facts(capability["facts"]),
+            },
             "environment": environment,
             "run": {
                 "command": ["pytest", *self.config.invocation_params.args],
@@ -379,20 +414,34 @@ class _Run:
                 "formats": split_formats(option.kvport_formats) if option.kvport_formats else None,
                 "chapter": option.kvport_chapter,
                 "tier": option.kvport_tier,
+                "keyword": option.keyword or None,
                 "exit_status": exit_status,
                 "verdict": self.verdict,
                 "seconds": round(time.monotonic() - self.began, 3),
             },
             "counts": self.results.counts(),
             "cases": [self.results.cases[identity] for identity in sorted(self.results.cases)],
+            **({"tensors": tensors} if (tensors := self._tensors()) else {}),
         }
+
+    def _tensors(self) -> dict[str, Any] | None:
+        """Join the arrays of the cases beside the report, where they were asked for."""
+        option = self.config.option
+        if not (folder := getattr(option, "kvport_spool", None)):
+            return None
+        saving = [case["id"] for case in self.results.cases.values() if {"codes", "output_ratio"} & set(case)]
+        return spool.join(Path(folder), Path(option.kvport_report), option.kvport_tensors, saving)
+
+    def pytest_unconfigure(self) -> None:
+        if folder := getattr(self.config.option, "kvport_spool", None):  # where the run did not come to its end
+            shutil.rmtree(folder, ignore_errors=True)
 
     def pytest_terminal_summary(self, terminalreporter: pytest.TerminalReporter) -> None:
         if self.config.option.collectonly:
             return
         terminalreporter.section("kvport conformance")
         counts = ", ".join(f"{count} {outcome}" for outcome, count in self.results.counts().items())
-        terminalreporter.line(f"{self.examination['name']} on {self.examination['device']}: {counts}")
+        terminalreporter.line(f"{self.label}: {counts}")
         for name, how in self.examination.get("left_out", {}).items():
             terminalreporter.line(f"plugin {name} was left out: {how}", yellow=True)
         for reason, count in self.unsupported.most_common(20):

@@ -3,26 +3,25 @@
 One record a case, keyed by the suite's own case id, because pytest's node ids differ between a checkout and an
 installed suite. A report is always written whole and put in place in one move; it is never merged into an old one.
 
-Layout of schema version 1::
+Layout of schema version 2::
 
-    schema_version, suite_version, kvport, created (UTC)
-    backend      request, name, distribution, version, device, torch_device, execution, operations, facts
-    environment  python, platform, machine, packages {torch, numpy, pytest, ...}
-    run          command, seed, formats, chapter, tier, exit_status, seconds
+    schema_version, suite_version, kvport (version), kvport_commit, created (UTC)
+    backend      request, name, distribution, version, commit, device, torch_device, execution, device_name, driver,
+                 sdk, operations, facts
+    environment  python, os, platform, machine, processor, packages {torch, numpy, pytest, ...}
+    run          command, seed, formats, chapter, tier, keyword, exit_status, seconds
     counts       pass, fail, unsupported, waived, error
-    cases        [{id, chapter, outcome, seconds, reason, ...what the case measured}], sorted by id;
+    cases        [{id, chapter, outcome, seconds, reason, digests, ...what the case measured}], sorted by id;
                  a waived one has its waiver {backend, case, reason, expires, issue, source}
+    tensors      file, sha256, bytes, cases, left_out of the arrays saved beside the report, where they were asked for
     digest       sha256 over the canonical JSON of the rest (see kvport.reports.reading, which has the schema too)
 """
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import math
 import os
-import platform
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -30,11 +29,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-SCHEMA_VERSION: Final = 1
+SCHEMA_VERSION: Final = 2
 #: The key under which a case puts its record into ``item.user_properties``.
 CASE_KEY: Final = "kvport_case"
-#: Packages whose versions a reader of a report will ask for.
-PACKAGES: Final = ("kvport", "torch", "numpy", "pluggy", "safetensors", "pytest", "triton", "torch-npu")
 
 Outcome = Literal["pass", "fail", "unsupported", "waived", "error"]
 OUTCOMES: Final[tuple[Outcome, ...]] = ("pass", "fail", "unsupported", "waived", "error")
@@ -84,21 +81,24 @@ def plain(value: Any) -> Any:
     return str(value)
 
 
-def environment() -> dict[str, Any]:
-    """The machine and the versions, from metadata: nothing is imported for it."""
-    packages = {}
-    for name in PACKAGES:
-        try:
-            packages[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {
-        "python": f"{platform.python_implementation()} {platform.python_version()}",
-        "platform": platform.platform(),
-        "machine": platform.machine(),
-        "byteorder": sys.byteorder,
-        "packages": packages,
-    }
+def label(name: str, device: str, execution: str) -> str:
+    """``triton@cuda:0``, with the execution kind where it is not hardware: it must never be read as hardware."""
+    return f"{name}@{device}" if execution == "hardware" else f"{name}@{device} [{execution}, not hardware]"
+
+
+def properties(record: Mapping[str, Any], outcome: Outcome, reason: str, backend: str) -> list[tuple[str, Any]]:
+    """A case's record as single properties, for JUnit: every one says in ``kvport.backend`` what it ran on."""
+    found: list[tuple[str, Any]] = [("kvport.backend", backend), ("kvport.outcome", outcome)]
+    if reason:
+        found.append(("kvport.reason", reason))
+    for name, value in record.items():
+        if isinstance(value, Mapping):
+            found += [(f"kvport.{name}.{key}", item) for key, item in value.items()]
+        elif isinstance(value, list):
+            found.append((f"kvport.{name}", ",".join(map(str, value))))
+        else:
+            found.append((f"kvport.{name}", value))
+    return found
 
 
 def unwritable(path: Path) -> str:

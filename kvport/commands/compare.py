@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
-from pathlib import Path
+import os
+import sys
 
-from kvport.reports import Manifest, compare, text
+from kvport.errors import InvalidArgument
+from kvport.files import write_atomically
+from kvport.reports import Manifest, beside, compare, text
 from kvport.reports.html import page
 from kvport.reports.reading import read_unaltered
 
@@ -14,13 +17,24 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("reports", nargs="+", metavar="REPORT.json", help="written by pytest ... --report=REPORT.json")
     parser.add_argument("--html", metavar="FILE", help="write one self-contained page")
     parser.add_argument("--markdown", metavar="FILE", help="write tables for a pull request ('-': print them instead)")
+    parser.add_argument(
+        "--no-tensors", action="store_true", help="do not open the arrays that lie beside reports (--tensors)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    found = compare([read_unaltered(path) for path in args.reports], Manifest.installed())
-    print(text.comparison(found, markdown=args.markdown == "-"))
-    if args.markdown and args.markdown != "-":
-        Path(args.markdown).write_text(text.comparison(found, markdown=True), encoding="utf-8")
+    reports = [read_unaltered(path) for path in args.reports]
+    found = compare(reports, Manifest.installed(), [None if args.no_tensors else beside(r) for r in reports])
     if args.html:
-        Path(args.html).write_text(page(found), encoding="utf-8")
+        _write(args.html, page(found))
+    if args.markdown and args.markdown != "-":
+        _write(args.markdown, text.comparison(found, markdown=True))
+    sys.stdout.write(text.comparison(found, markdown=args.markdown == "-"))
     return 0 if found.agreement else 1
+
+
+def _write(path: str | os.PathLike[str], content: str) -> None:
+    try:
+        write_atomically(path, content.encode("utf-8", "backslashreplace"))
+    except OSError as error:
+        raise InvalidArgument(f"{os.fspath(path)} cannot be written: {error.strerror or error}") from None

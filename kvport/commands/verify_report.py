@@ -6,22 +6,31 @@ By itself it judges the report and not the backend: a sound report of failures p
 from __future__ import annotations
 
 import argparse
+import json
+import sys
 
 from kvport.errors import InvalidArgument
-from kvport.reports import Manifest, read, text, verify
+from kvport.reports import Manifest, ReportError, read, text, verify
+from kvport.reports.reading import schema, shown
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("reports", nargs="+", metavar="REPORT.json", help="written by pytest ... --report=REPORT.json")
+    parser.add_argument("reports", nargs="*", metavar="REPORT.json", help="written by pytest ... --report=REPORT.json")
     parser.add_argument(
         "--require",
         metavar="PROFILE,...",
         default="",
         help="also fail unless the backend passes all cases of these profiles (waived ones excepted), such as core",
     )
+    parser.add_argument("--schema", action="store_true", help="print the JSON Schema of reports instead")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.schema:
+        print(json.dumps(schema(), indent=2))
+        return 0
+    if not args.reports:
+        raise ReportError("name the reports to verify, or ask for --schema")
     manifest = Manifest.installed()
     required = [name.strip() for name in args.require.split(",") if name.strip()]
     if unknown := [name for name in required if name not in manifest.profiles]:
@@ -30,8 +39,13 @@ def run(args: argparse.Namespace) -> int:
         )
     good = True
     for path in args.reports:
-        report = read(path)
-        found = verify(report, manifest)
+        try:
+            report = read(path)
+            found = verify(report, manifest)
+        except ReportError as error:  # the others are verified all the same
+            print(f"kvport verify-report: error: {shown(error)}", file=sys.stderr)
+            good = False
+            continue
         unmet = [p for p in found.profiles if p.name in required and not p.met]
         # Where the report is not sound there may be no profiles to read.
         good = good and found.sound and not unmet

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
+import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -19,6 +22,11 @@ from typing import Any
 from kvport.arguments import show
 from kvport.errors import KVPortError
 from kvport.files import parse_json
+
+#: What this kvport reads; see :data:`pytest_kvport.reporting.SCHEMA_VERSION`.
+SCHEMA_VERSION = 2
+#: Bytes of a report. That of the full tier has 20 MB.
+LARGEST = 2**29
 
 _JSON_TYPES: dict[str, tuple[type, ...]] = {
     "object": (dict,),
@@ -57,6 +65,10 @@ class Report:
         return str(self.backend["execution"])
 
     @property
+    def hardware(self) -> bool:
+        return self.execution == "hardware"
+
+    @property
     def tier(self) -> str:
         return self.record["run"]["tier"] or "quick"
 
@@ -64,14 +76,22 @@ class Report:
     def label(self) -> str:
         """``triton@cuda:0``, with the execution kind where it is not hardware: it must never be read as hardware."""
         name = f"{self.backend['name']}@{self.backend['device']}"
-        return name if self.execution == "hardware" else f"{name} [{self.execution}]"
+        return name if self.hardware else f"{name} [{self.execution}]"
 
 
 def digest(record: Mapping[str, Any]) -> str:
     """sha256 over the canonical JSON of a report without its seal."""
     bare = {key: value for key, value in record.items() if key != "digest"}
-    text = json.dumps(bare, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    try:
+        text = json.dumps(bare, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
+    except RecursionError:
+        raise ReportError("the report's lists and objects are nested too deeply to be sealed") from None
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def shown(text: object) -> str:
+    """``text`` as one line that a terminal only prints: control characters and stray surrogates become escapes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in str(text))
 
 
 def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -82,16 +102,58 @@ def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
 def read(path: str | os.PathLike[str]) -> Report:
     """Read and check a report against the schema. Raises :class:`ReportError` with the first few faults."""
     try:
-        record = parse_json(Path(path).read_text(encoding="utf-8"))
+        if (size := os.stat(path).st_size) > LARGEST:
+            raise ReportError(f"{path} has {size} bytes; a report has at most {LARGEST}")
+        record = _parse(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ReportError(f"{path}: there is no such file") from None
     except (OSError, ValueError) as error:
-        raise ReportError(f"{path} is no JSON file: {error}") from error
+        raise ReportError(f"{path} is no JSON file: {error}") from None
+    version = record.get("schema_version") if isinstance(record, dict) else None
+    if type(version) is int and version != SCHEMA_VERSION:
+        raise ReportError(
+            f"{path} is a report of schema version {version}, this kvport reads {SCHEMA_VERSION}: "
+            "run the suite again, or use the kvport that wrote it"
+        )
     faults = schema_faults(record)
     if faults:
         more = f" (and {len(faults) - 3} more)" if len(faults) > 3 else ""
-        raise ReportError(f"{path} is no conformance report of schema version 1: {'; '.join(faults[:3])}{more}")
+        raise ReportError(
+            f"{path} is no conformance report of schema version {SCHEMA_VERSION}: {'; '.join(faults[:3])}{more}"
+        )
     return Report(record, str(path))
+
+
+def _parse(text: str) -> Any:
+    """JSON as reports have it: no NaN, no number beyond a double's range, no name twice in an object."""
+    return parse_json(
+        text, parse_constant=_no_constant, parse_int=_integer, parse_float=_float, object_pairs_hook=_object
+    )
+
+
+def _no_constant(name: str) -> Any:
+    raise ValueError(f"{name} is no JSON; a report writes numbers that are not finite as strings")
+
+
+def _integer(digits: str) -> int:
+    if len(digits) > 20:
+        raise ValueError(f"the number {digits[:20]}... has {len(digits)} digits")
+    return int(digits)
+
+
+def _float(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError(f"the number {text:.40} is beyond a double's range")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        name = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"an object has {name!r:.60} twice")
+    return found
 
 
 def read_unaltered(path: str | os.PathLike[str]) -> Report:
@@ -119,24 +181,39 @@ def schema_faults(record: object) -> list[str]:
 
 
 def _faults(value: Any, rule: Mapping[str, Any], where: str) -> list[str]:
-    """The part of JSON Schema that the published schema uses: type, enum, required, properties, items."""
-    if "enum" in rule and value not in rule["enum"]:
+    """The part of JSON Schema that the published schema uses; a test compares it with a whole implementation."""
+    if not rule:
+        return []
+    if "anyOf" in rule:
+        tried = [_faults(value, one, where) for one in rule["anyOf"]]
+        return [] if [] in tried else [" or ".join(faults[0] for faults in tried)]
+    if "enum" in rule and not any(value == one and type(value) is type(one) for one in rule["enum"]):
         return [f"{where} is {show(value)}, allowed: {', '.join(map(repr, rule['enum']))}"]
     if "type" in rule:
         names = [rule["type"]] if isinstance(rule["type"], str) else rule["type"]
-        allowed = tuple(kind for name in names for kind in _JSON_TYPES[name])
-        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in allowed):
+        if not any(_is(value, name) for name in names):
             return [f"{where} is {type(value).__name__}, must be {' or '.join(names)}"]
-        if isinstance(value, (int, float)) and not abs(value) < 2**63:  # 1e999 is read as infinity
-            return [f"{where} is {show(value)}, must be finite and below 2**63"]
+    if "minimum" in rule and value < rule["minimum"]:
+        return [f"{where} is {show(value)}, must be at least {rule['minimum']}"]
+    if "pattern" in rule and isinstance(value, str) and not re.search(rule["pattern"], value):
+        return [f"{where} is {show(value)}, must match {rule['pattern']}"]
     found = []
     if isinstance(value, dict):
         found += [f"{where} lacks {name!r}" for name in rule.get("required", ()) if name not in value]
         known = rule.get("properties", {})
         others = rule.get("additionalProperties", {})
         for name, item in value.items():
-            found += _faults(item, known.get(name, others), f"{where}.{name}")
+            found += _faults(item, known.get(name, others), f"{where}.{name:.60}")
     elif isinstance(value, list) and "items" in rule:
         for index, item in enumerate(value):
             found += _faults(item, rule["items"], f"{where}[{index}]")
     return found
+
+
+def _is(value: Any, name: str) -> bool:
+    """Whether a value is of a JSON type; 3.0 is an integer to JSON Schema, true is no number."""
+    if isinstance(value, bool):
+        return name == "boolean"
+    if name == "integer" and isinstance(value, float):
+        return value.is_integer()
+    return isinstance(value, _JSON_TYPES[name])

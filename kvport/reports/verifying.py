@@ -10,6 +10,7 @@ from importlib import resources
 from typing import Any
 
 from kvport.reports.reading import Report, ReportError, digest, schema_faults
+from kvport.reports.tensors import beside, stored_digests
 
 #: Outcomes in the order in which a report counts them.
 OUTCOMES = ("pass", "fail", "unsupported", "waived", "error")
@@ -125,16 +126,26 @@ def verify(report: Report, manifest: Manifest) -> Verification:
             "verify it with the suite that wrote it"
         )
     ids = [case["id"] for case in record["cases"]]
-    findings += _listed("cases appear twice", [i for i, count in Counter(ids).items() if count > 1])
+    findings += _listed("appears twice", "appear twice", [i for i, count in Counter(ids).items() if count > 1])
     counted = Counter(case["outcome"] for case in record["cases"])
-    if {o: counted[o] for o in OUTCOMES} != {o: record["counts"].get(o, 0) for o in OUTCOMES}:
-        findings.append(f"the counts say {dict(record['counts'])}, the cases {dict(counted)}")
+    if wrong := [
+        f"{outcome} {record['counts'][outcome]}, there are {counted[outcome]}"
+        for outcome in OUTCOMES
+        if record["counts"][outcome] != counted[outcome]
+    ]:
+        findings.append(f"the counts do not agree with the cases: {'; '.join(wrong)}")
     expected = manifest.expected(report)
-    findings += _listed("cases are missing", sorted(expected - set(ids)))
-    findings += _listed("cases are not in the manifest", sorted(set(ids) - set(manifest.tiers)))
-    findings += _listed("cases were not asked for", sorted(set(ids) & set(manifest.tiers) - expected))
+    missing = sorted(expected - set(ids))
+    narrowed = f" (the run was narrowed by -k {record['run']['keyword']!r})" if record["run"]["keyword"] else ""
+    findings += [f"{line}{narrowed}" for line in _listed("is missing", "are missing", missing)]
+    unknown = sorted(set(ids) - set(manifest.tiers))
+    findings += _listed("is not in the manifest", "are not in the manifest", unknown)
+    unasked = sorted((set(ids) & set(manifest.tiers)) - expected)
+    findings += _listed("was not asked for", "were not asked for", unasked)
     findings += _contradictions(report, manifest)
+    findings += _memberships(report, manifest, whole=not missing and not record["run"]["formats"])
     findings += _pooled(report, manifest)
+    findings += _arrays(report)
     return Verification(tuple(findings), tuple(_notes(report)), profile_verdicts(report, manifest))
 
 
@@ -152,12 +163,12 @@ def profile_verdicts(report: Report, manifest: Manifest) -> tuple[ProfileVerdict
 
 
 def _contradictions(report: Report, manifest: Manifest) -> list[str]:
-    """Cases whose figures say something else than their outcome."""
+    """Cases whose fields say something else than their id or their outcome."""
     found = []
     for identity, case in report.cases.items():
-        wrong = ""
-        if case["chapter"] != identity.partition("/")[0]:
-            wrong = f"says chapter {case['chapter']!r}"
+        wrong = _mismatch(identity, case)
+        if wrong:
+            pass
         elif identity in manifest.tiers and case.get("tier") != manifest.tiers[identity]:
             wrong = f"says tier {case.get('tier')!r}, the manifest {manifest.tiers[identity]!r}"
         elif case["outcome"] != "pass" and not case["reason"]:
@@ -168,6 +179,32 @@ def _contradictions(report: Report, manifest: Manifest) -> list[str]:
             wrong = _unwaived(case, str(report.record["created"]))
         if wrong:
             found.append(f"{identity} {wrong}")
+    return found
+
+
+def _mismatch(identity: str, case: Mapping[str, Any]) -> str:
+    """Which field says something else than the id, ``chapter/check/format/geometry[/option=value]``."""
+    for name, part in zip(("chapter", "check", "format", "geometry"), identity.split("/"), strict=False):
+        if case.get(name, part) != part:
+            return f"says {name} {case[name]!r}"
+    return ""
+
+
+def _memberships(report: Report, manifest: Manifest, *, whole: bool) -> list[str]:
+    """Profiles that have more cases than there are, or, in a ``whole`` run of a tier, fewer."""
+    tiers = ("quick",) if report.tier == "quick" else ("quick", "full")
+    counted = Counter(
+        name
+        for identity, case in report.cases.items()
+        if manifest.tiers.get(identity) in tiers
+        for name in case.get("profiles", ())
+    )
+    found = [f"cases name a profile {name!r}, which there is not" for name in counted if name not in manifest.profiles]
+    whole = whole and not report.record["run"]["chapter"]
+    for name, sizes in manifest.profiles.items():
+        size = sum(sizes[tier] for tier in tiers)
+        if counted[name] > size or (whole and counted[name] < size):
+            found.append(f"{counted[name]} cases say that they are of profile {name}, it has {size}")
     return found
 
 
@@ -195,6 +232,32 @@ def _unwaived(case: Mapping[str, Any], created: str) -> str:
     return ""
 
 
+def _arrays(report: Report) -> list[str]:
+    """What is wrong with the arrays beside the report: missing, of another run, or not what the cases' digests say."""
+    if not report.path:
+        return []
+    from safetensors import SafetensorError
+
+    try:
+        arrays = beside(report)
+        if arrays is None:
+            return []
+        wrong = [
+            identity
+            for identity in arrays.names
+            if identity not in report.cases
+            or any(
+                report.cases[identity].get("digests", {}).get(part) != value
+                for part, value in stored_digests(arrays.looks(identity)).items()
+            )
+        ]
+    except ReportError as error:
+        return [str(error)]
+    except (SafetensorError, OSError, ValueError, TypeError) as error:
+        return [f"the arrays beside the report cannot be read: {error}"]
+    return _listed("has arrays with another digest", "have arrays with another digest", wrong)
+
+
 def _pooled(report: Report, manifest: Manifest) -> list[str]:
     """The one-code class allows a share of differing codes, pooled by format, that no single case can judge."""
     compared: Counter[str] = Counter()
@@ -215,7 +278,7 @@ def _notes(report: Report) -> list[str]:
     run = report.record["run"]
     found = []
     if report.execution != "hardware":
-        found.append(f"execution is {report.execution}: these results are not those of a chip")
+        found.append(f"NOT HARDWARE: execution is {report.execution}, these results are not those of a chip")
     if run["formats"] or run["chapter"]:
         found.append(
             "a partial run (formats or chapters were chosen): profiles are judged as if the rest had not passed"
@@ -226,13 +289,17 @@ def _notes(report: Report) -> list[str]:
         )
         listed = "; ".join(f"{count} x {why}" for why, count in known.most_common())
         found.append(f"{len(waived)} cases fail and are waived, which is no pass ({listed})")
+    if arrays := report.record.get("tensors"):
+        left = f", {arrays['left_out']} did not fit" if arrays["left_out"] else ""
+        found.append(f"arrays of {arrays['cases']} cases lie in {arrays['file']}{left}")
     inherited = [name for name, how in report.backend["operations"].items() if how == "inherited"]
     if inherited:
         found.append(f"inherited, not the backend's own: {', '.join(inherited)}")
     return found
 
 
-def _listed(what: str, ids: list[str]) -> list[str]:
+def _listed(one: str, several: str, ids: list[str]) -> list[str]:
     if not ids:
         return []
-    return [f"{len(ids)} {what}: {', '.join(ids[:3])}{', ...' if len(ids) > 3 else ''}"]
+    count = f"1 case {one}" if len(ids) == 1 else f"{len(ids)} cases {several}"
+    return [f"{count}: {', '.join(ids[:3])}{', ...' if len(ids) > 3 else ''}"]

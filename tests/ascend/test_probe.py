@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvport_ascend.probing import EMULATED, pairing_error, probe
+from kvport_ascend.probing import EMULATED, installed_software, pairing_error, probe
 from kvport_ascend.socs import SOCS, soc_of
 
 TORCH = version("torch").partition("+")[0]
@@ -185,3 +185,19 @@ def test_importing_the_plugin_does_not_import_torch_npu_nor_its_own_machinery() 
         "assert not [m for m in sys.modules if m.startswith(('torch_npu', 'kvport_ascend.'))]\n"
     )
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+def test_driver_and_cann_are_read_from_their_version_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the installers write them (package_name=..., version=..., path=...); what is not there is not made up."""
+    monkeypatch.delenv("ASCEND_TOOLKIT_HOME", raising=False)
+    assert installed_software(tmp_path) == {}
+    toolkit = tmp_path / "ascend-toolkit" / "latest" / "aarch64-linux"
+    toolkit.mkdir(parents=True)
+    (toolkit / "ascend_toolkit_install.info").write_text(
+        "package_name=Ascend-cann-toolkit\nversion=8.5.0\narch=aarch64"
+    )
+    (tmp_path / "driver").mkdir()
+    (tmp_path / "driver" / "version.info").write_text("Version=24.1.rc3\nascendhal_version=7.35.23\n")
+    assert installed_software(tmp_path) == {"sdk": "CANN 8.5.0", "driver": "24.1.rc3"}
+    monkeypatch.setenv("ASCEND_TOOLKIT_HOME", str(tmp_path / "elsewhere"))
+    assert installed_software(tmp_path) == {"driver": "24.1.rc3"}

@@ -297,11 +297,11 @@ def test_images_carry_them_with_a_digest_of_their_own(tmp_path: Path) -> None:
     image = cache.export(sequence)
     assert {"key.sparse_index", "key.sparse_value", "value.sparse_index"} <= set(image.layers[0])
     digests = image.digests()[0]
-    assert set(digests) == {"codes", "scales", "kept"}
+    assert set(digests) == {"codes", "scales", "outliers"}
     planes = dict(image.layers[0])
     planes["key.sparse_value"] = planes["key.sparse_value"] + 1
     moved = dataclasses.replace(image, layers={0: planes}).digests()[0]
-    assert {part for part in digests if digests[part] != moved[part]} == {"kept"}
+    assert {part for part in digests if digests[part] != moved[part]} == {"outliers"}
     image.save(tmp_path / "image")
     other = tiered(CACHED[0])
     copy = other.insert(PageImage.load(tmp_path / "image"))

@@ -67,3 +67,16 @@ def test_no_gpu_is_a_reason() -> None:
     reason = run("p = a.probe('cuda')\nprint(p.usable, p.reason)")
     assert reason.startswith("False")
     assert "without CUDA" in reason or "is_available() is False" in reason
+
+
+def test_the_driver_is_read_from_where_the_kernel_module_says_it(tmp_path: Path) -> None:
+    said = tmp_path / "version"
+    code = f"from pathlib import Path; print(a.driver_version(Path({str(said)!r})))"
+    assert run(code) == "None\n"
+    for line, version in (
+        ("NVRM version: NVIDIA UNIX x86_64 Kernel Module  550.54.15  Tue Mar  5 22:23:56 UTC 2024", "550.54.15"),
+        ("NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.10  Release Build  (x)", "570.86.10"),
+        ("nothing of the kind", "None"),
+    ):
+        said.write_text(f"{line}\nGCC version:  gcc version 12.3.0\n")
+        assert run(code) == f"{version}\n"
