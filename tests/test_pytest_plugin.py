@@ -266,7 +266,7 @@ def test_both_in_one_run_each_with_its_own_option(world: World, suite_first: boo
     )
     assert result.ret == 0, result.outlines
     result.stdout.fnmatch_lines(["*5 passed, 1 unsupported*"])
-    result.stdout.fnmatch_lines(["acme on cpu: 4 pass, *"])
+    result.stdout.fnmatch_lines(["acme@cpu: 4 pass, *"])
 
 
 @pytest.mark.parametrize("ours_first", [True, False], ids=["kvport first", "theirs first"])
