@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
@@ -66,6 +66,11 @@ def attend_sequence(
     return torch.cat([out for out, _ in outputs]), torch.cat([lse for _, lse in outputs])
 
 
+def uncast(device_type: str) -> AbstractContextManager[object]:
+    """Autocast off: a cache's numbers do not follow it, and what joins tensors raises under one of another dtype."""
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
+
+
 @contextmanager
 def _ieee_products(device_type: str) -> Iterator[None]:
     """float32 products in float32, whatever the process allows elsewhere: TF32, bfloat16 on CPUs, autocast."""
@@ -73,7 +78,7 @@ def _ieee_products(device_type: str) -> Iterator[None]:
     if before != "highest":
         torch.set_float32_matmul_precision("highest")
     try:
-        with torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext():
+        with uncast(device_type):
             yield
     finally:
         if before != "highest":

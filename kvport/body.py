@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvport import operators
 from kvport.arguments import show
-from kvport.attention import Read, attend_sequence
+from kvport.attention import Read, attend_sequence, uncast
 from kvport.backend import Plan
 from kvport.errors import InvalidArgument, StepError, Unsupported
 from kvport.formats import DTYPES
@@ -117,7 +117,9 @@ class Body:
             key = rotate(key, fmt.rotate, self._cache.layout.groups[group].layout.rotated_dim)
         if self.tokens:
             store = self._cache._stores[self._cache._tiers[group].near]
-            self._cache.backend.append(store, local, key, value, self._groups[group].slots)
+            backend = self._cache.backend
+            with uncast(backend.torch_device.type):
+                backend.append(store, local, key, value, self._groups[group].slots)
         if self.fresh == "exact":
             # Copies: the caller may write the next layer's K and V over these before attend. A rotation made one.
             key = key.clone() if fmt.rotate is None else key
@@ -170,7 +172,8 @@ class Body:
         if layout.format.rotate is not None:
             query = rotate(query, layout.format.rotate, layout.rotated_dim).to(query.dtype)
         exact = self._exact.get(owner)
-        found = self._attend_group(group, local, query, exact, scale=scale, softcap=softcap, sinks=sinks)
+        with uncast(self._cache.backend.torch_device.type):
+            found = self._attend_group(group, local, query, exact, scale=scale, softcap=softcap, sinks=sinks)
         if layout.format.rotate is not None and layout.latent:  # V is the rotated latent part
             output = unrotate(found.output, layout.format.rotate, layout.rotated_dim).to(query.dtype)
             return Attention(output, found.lse)

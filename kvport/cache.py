@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvport import operators
 from kvport.arguments import show, whole_number
+from kvport.attention import uncast
 from kvport.backend import Backend, Execution, Store, Support, operations, storage_features
 from kvport.body import Body, Fresh
 from kvport.errors import (
@@ -513,7 +514,8 @@ class PagedCache:
         read = wanted if members.format.rotate is None else torch.float32
 
         def gather(lane: int) -> tuple[Tensor, Tensor]:
-            return self.backend.gather(self._stores[lane], local, tables[lane], lengths, read)
+            with uncast(self.backend.torch_device.type):
+                return self.backend.gather(self._stores[lane], local, tables[lane], lengths, read)
 
         key, value = gather(tiers.near)
         if tiers.tiered and any(span.sealed > span.head for span in spans):

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvport.arguments import INT32_MAX, show, whole_number
+from kvport.attention import uncast
 from kvport.backend import StepArrays
 from kvport.body import Body, Fresh, GroupArrays
 from kvport.errors import IncompleteStep, InvalidArgument, SequenceError, StepError
@@ -135,7 +136,8 @@ class Step(Body):
         if new:
             for local in range(cache._lanes[tiers.far].layout.layers):
                 source, target = cache._stores[tiers.near], cache._stores[tiers.far]
-                cache.backend.seal(source, target, local, list(new), list(new.values()))
+                with uncast(cache.backend.torch_device.type):
+                    cache.backend.seal(source, target, local, list(new), list(new.values()))
         self._seals += [(group, near, far) for near, far in new.items()]
 
     def _extend(self, group: int, tiers: Tiers, fresh: Iterator[int]) -> None:

@@ -40,7 +40,17 @@ from kvport.errors import BackendUnavailable, InvalidArgument, Unsupported
 from kvport.layout import GroupLayout
 from kvport.scales import LayerScales, SideScales
 from kvport_ascend.formats import max_pages, mode_of, refusals, scale_rule, static_operands
-from kvport_ascend.pages import FORMS, ND, PageForm, buffers, own_or_given, signed_codes, to_canonical, to_native
+from kvport_ascend.pages import (
+    FORMS,
+    ND,
+    PageForm,
+    buffers,
+    own_or_given,
+    signed_codes,
+    swap_zeros,
+    to_canonical,
+    to_native,
+)
 from kvport_ascend.probing import probe
 from kvport_ascend.socs import SOCS, Soc
 from kvport_cpu.base import POISON, TorchBackend, TorchStore
@@ -58,9 +68,12 @@ HALVED = {torch.bfloat16: 1.0, torch.float16: 0.5}
 """The dense route holds K and V times this. A float16 row near 65504 may decode to a little more, which would be
 infinite; a power of two costs nothing and is undone in the softmax scale and the output."""
 
-NUDGE = {torch.bfloat16: 2.0**-60, torch.float16: 2.0**-24}
-"""What the first channel of an all-zero query row is set to. The decode kernel divides by the row's largest magnitude,
-and what it answers for 127 / 0 is not known. Scores move by at most 2^-24 * |k| * scale, below every bound."""
+FAINT = 2.0**-118
+"""The decode kernel divides 127 by the largest magnitude of a query row, times the K scales where they are static.
+What it answers for a row of zeros is not known, nor for one below 2^-121, where the quotient is infinite. The first
+channel of a row that is fainter than this is set to this, or to the nearest that its dtype has: a float16 query to
+2^-24. Scores move by at most that much times |k| times the softmax scale: less than the bound while |k| * scale < 2^13
+in float16, whose largest number is 2^16, and always in bfloat16 unless K is beyond 2^100."""
 
 
 WEIGHT_ERROR = {0: 1 / (2 * 127 * 254**2), 1: 1 / (2 * 127 * 254)}
@@ -70,9 +83,13 @@ PARTIALS = "float32 in type; the operator rounded them to the query's dtype once
 
 
 class AscendStore(TorchStore):
-    """``planes`` as in the module docstring; ``operands[layer]``: the attention operator's static arguments."""
+    """``planes`` as in the module docstring; ``operands[layer]``: the attention operator's static arguments.
+
+    ``key_scales[layer]``: static K scales as float32 ``(query_heads, D)``, None where they are not static.
+    """
 
     operands: list[dict[str, Any]]
+    key_scales: list[Tensor | None]
 
 
 @dataclass(frozen=True)
@@ -201,6 +218,7 @@ class AscendBackend(TorchBackend):
             poison.zero_()
         store = AscendStore(layout, pages, tensors, tuple(self._on_device(layer) for layer in given), poison)
         store.operands = operands
+        store.key_scales = [self._spread_key_scales(layout, layer) for layer in store.scales]
         return store
 
     def _on_device(self, layer: LayerScales) -> LayerScales:
@@ -225,6 +243,14 @@ class AscendBackend(TorchBackend):
                 if offset is not None:
                     found[f"{name}_antiquant_offset"] = offset.to(self.torch_device)
         return found
+
+    def _spread_key_scales(self, layout: GroupLayout, layer: LayerScales) -> Tensor | None:
+        if layer.key is None:
+            return None
+        scale = layer.key.scale.float()
+        by_channel = scale.reshape(-1, scale.shape[1] if layout.format.key.granularity == "channel" else 1)
+        spread = by_channel.expand(layout.kv_heads, layout.key_dim)
+        return spread.repeat_interleave(layout.group_size, dim=0).contiguous()
 
     def append(self, store: Store, layer: int, key: Tensor, value: Tensor | None, slots: Tensor) -> None:
         assert isinstance(store, AscendStore)
@@ -252,8 +278,9 @@ class AscendBackend(TorchBackend):
             )
             for side, e in zip(sides, encoded, strict=True):
                 if "scale" in e.planes:
-                    pages = store.planes[f"{side.name}.scale"][layer]
-                    self._scatter_scales(pages, e.planes["scale"], slots, page_size)
+                    pages, scales = store.planes[f"{side.name}.scale"][layer], e.planes["scale"]
+                    scales = swap_zeros(scales) if side.name == "value" else scales
+                    self._scatter_scales(pages, scales, slots, page_size)
         if store.poison is not None:
             marks = [e.poisoned for e in encoded if e.poisoned is not None]
             _mark_poison(store.poison[layer], torch.stack(marks).any(0), slots, page_size)
@@ -342,7 +369,7 @@ class AscendBackend(TorchBackend):
                 f"backend {self.name}: a sequence of {max(seen)} tokens; at most {self.soc.max_decode_tokens} can be "
                 "decoded (rule decode_kv_limit)"
             )
-        table = torch.zeros((len(one), columns), dtype=torch.int32)
+        table = torch.zeros((len(one), columns), dtype=torch.int32, device=arrays.page_table.device)
         for i, (s, _, page, tokens) in enumerate(one):
             used = layout.pages_for(tokens)
             table[i, :used] = arrays.page_table[s, page : page + used]
@@ -404,7 +431,7 @@ class AscendBackend(TorchBackend):
         layout = store.layout
         operands = dict(store.operands[layer])
         if layout.format.key.quantized:
-            query = _nudge_zero_rows(query)
+            query = _raise_faint_rows(query, store.key_scales[layer])
             if not layout.format.static:
                 operands["key_antiquant_scale"] = store.planes["key.scale"][layer]
                 operands["value_antiquant_scale"] = store.planes["value.scale"][layer]
@@ -507,7 +534,8 @@ class AscendBackend(TorchBackend):
 
     def _triangle(self) -> Tensor:
         if self._mask is None:
-            ones = torch.ones(MASK_SIDE, MASK_SIDE, dtype=torch.bool)
+            # Made on the host, where triu is certain to exist.
+            ones = torch.ones(MASK_SIDE, MASK_SIDE, dtype=torch.bool, device="cpu")
             self._mask = ones.triu(1).to(self.torch_device)
         return self._mask
 
@@ -540,10 +568,20 @@ def _mark_poison(flags: Tensor, poisoned: Tensor, slots: Tensor, page_size: int)
     flags.masked_fill_(seen > 0, 1)
 
 
-def _nudge_zero_rows(query: Tensor) -> Tensor:
-    """``query`` ``(B, heads, D)`` with the first channel of all-zero rows set to :data:`NUDGE`."""
-    zero = (query == 0).all(dim=-1)
-    first = torch.where(zero, torch.full_like(query[..., 0], NUDGE[query.dtype]), query[..., 0])
+def _raise_faint_rows(query: Tensor, scales: Tensor | None) -> Tensor:
+    """``query`` ``(B, heads, D)`` with the first channel of rows below :data:`FAINT` raised to it.
+
+    ``scales``: what the kernel multiplies a row by before it looks for the largest number, float32 ``(heads, D)``; None
+    for nothing.
+    """
+    info = torch.finfo(query.dtype)
+    smallest = info.smallest_normal if query.dtype == torch.bfloat16 else 2.0**-24
+    if scales is None:
+        operand, raised = query.float(), torch.full_like(query[..., 0], max(FAINT, smallest))
+    else:
+        operand = query.float() * scales
+        raised = (FAINT / scales[:, 0]).clamp(smallest, info.max).to(query.dtype)
+    first = torch.where(operand.abs().amax(dim=-1) < FAINT, raised, query[..., 0])
     return torch.cat([first.unsqueeze(-1), query[..., 1:]], dim=-1)
 
 

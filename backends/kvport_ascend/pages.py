@@ -147,10 +147,27 @@ def signed_codes(fmt: TensorFormat, codes: Tensor) -> Tensor:
     return (codes ^ 0x80).view(torch.int8) if fmt.quantized and not fmt.symmetric else codes
 
 
+#: A float32 of 1.24 * 2^-100, by its bits. What stands for a V scale of zero in a store, see :func:`swap_zeros`.
+ZERO_MARK: Final = 0x0D9E3779
+
+
+def swap_zeros(scales: Tensor) -> Tensor:
+    """V scales (float32) with 0 and :data:`ZERO_MARK` exchanged, bit for bit; its own inverse.
+
+    The decode kernel divides by the largest softmax weight times V scale, and what it answers for 127 / 0, where every
+    V of a sequence is zero, is not known. So no zero lies in a store. The codes beside it are zero, so any scale
+    decodes to the same; a number that is the mark itself (nothing but an imported image could hold it) is kept as zero.
+    """
+    bits = scales.view(torch.int32)
+    mark = torch.full_like(bits, ZERO_MARK)
+    zero = torch.zeros_like(bits)
+    return torch.where(bits == 0, mark, torch.where(bits == mark, zero, bits)).view(torch.float32)
+
+
 def to_canonical(store: TorchStore, form: PageForm, name: str, pages: Tensor) -> Tensor:
     """Pages ``(n, ...)`` of the buffer ``name`` as the canonical plane."""
     if name.endswith(".scale"):
-        return pages.transpose(1, 2)
+        return (swap_zeros(pages) if name.startswith("value.") else pages).transpose(1, 2)
     fmt = _format_of(store, name)
     codes = form.canonical(pages)
     return codes.view(torch.uint8) ^ 0x80 if fmt.quantized and not fmt.symmetric else codes
@@ -159,7 +176,7 @@ def to_canonical(store: TorchStore, form: PageForm, name: str, pages: Tensor) ->
 def to_native(store: TorchStore, form: PageForm, name: str, plane: Tensor) -> Tensor:
     """The inverse of :func:`to_canonical`."""
     if name.endswith(".scale"):
-        return plane.transpose(1, 2)
+        return (swap_zeros(plane) if name.startswith("value.") else plane).transpose(1, 2)
     return form.native(signed_codes(_format_of(store, name), plane))
 
 

@@ -27,6 +27,7 @@ from kvport.step import Fresh
 from kvport.tiers import make_lanes
 from kvport_ascend import emulator
 from kvport_ascend.backend import AscendBackend, load_emulated
+from kvport_ascend.pages import ZERO_MARK, swap_zeros
 from kvport_cpu.reference import ReferenceBackend
 
 REFERENCE = ReferenceBackend("cpu", torch.device("cpu"))
@@ -137,7 +138,7 @@ def assert_attention(
             plane_scores = PLANES * scale * np.abs(q[r, h]).max() * np.abs(k).max() * k.shape[1]
             d = u * scale * (np.abs(k) @ np.abs(q[r, h])).max() + plane_scores
             bound = (math.exp(2 * d) - 1 + 2 * u) * (p @ np.abs(v)) + u * np.abs(exact)
-            bound += (2.0**-24 + 2 * PLANES * len(p)) * np.abs(v).max()
+            bound += (2.0**-24 + 2 * PLANES * len(p)) * np.abs(v).max() + 1e-300  # where all V are zero, 0 / 0
             observed = np.abs(out[r, h].double().numpy() - exact)
             worst = max(worst, float((observed / bound).max()))
             lse_bound = d + u + 2.0**-20 * max(1.0, abs(exact_lse))
@@ -483,19 +484,115 @@ def test_partial_views(kv_start: int, length: int, count: int, position: int, di
         assert_attention(out[r : r + 1], lse[r : r + 1], query[r : r + 1], k[kv_start:], v[kv_start:], 0.1, [seen])
 
 
-def test_zero_query_rows_are_answered(numeric: str) -> None:
-    """The decode kernel divides by a query row's largest magnitude; the backend never sends it a row of zeros."""
-    backend, layout = load_emulated(numeric=numeric), group_layout(layers=1)
-    ours, theirs = (open_store(b, layout, 4, None) for b in (backend, REFERENCE))
+@pytest.mark.parametrize(
+    ("key_size", "query_size", "scale_size"),
+    [
+        (1.0, 0.0, None),
+        (2.0**90, 0.0, None),  # what stands for a zero must not move the scores of large keys
+        (1.0, 2.0**-122, None),  # 127 / 2^-122 is no float32
+        (1.0, 2.0**-133, None),  # the smallest that bfloat16 has
+        (2.0**-90, 2.0**-40, 2.0**-96),  # the kernel multiplies by static scales before it divides
+        (2.0**-110, 0.0, 2.0**-116),
+        (2.0**90, 0.0, 2.0**84),
+    ],
+)
+def test_faint_query_rows_are_answered(
+    key_size: float, query_size: float, scale_size: float | None, numeric: str
+) -> None:
+    """The decode kernel divides by a query row's largest magnitude; it is never sent a row where that is not finite."""
+    format = "int8" if scale_size is None else "int8:channel:static:scale=bf16"
+    backend, layout = load_emulated(numeric=numeric), group_layout(format, layers=1)
+    side = SideScales(torch.full((2, 64), scale_size or 0.0))
+    scales = None if scale_size is None else {0: LayerScales(side, SideScales(torch.full((2, 64), 0.03125)))}
+    ours, theirs = (open_store(b, layout, 4, scales) for b in (backend, REFERENCE))
+    key = rows(3, 2, 64, 1, torch.bfloat16, key_size)
     for b, store in ((backend, ours), (REFERENCE, theirs)):
-        b.append(store, 0, rows(3, 2, 64, 1, torch.bfloat16), rows(3, 2, 64, 2, torch.bfloat16), torch.arange(32, 35))
+        b.append(store, 0, key, rows(3, 2, 64, 2, torch.bfloat16), torch.arange(32, 35))
     query = rows(1, 4, 64, 3, torch.bfloat16)
-    query[0, 1:3] = 0
+    query[0, 1:3] = rows(2, 64, 1, 4, torch.bfloat16, query_size).squeeze(-1)
+    if key_size != 1:
+        query[0, [0, 3]] *= 1 / key_size
     emulator.OBSERVED.clear()
     out, lse = backend.attend(ours, 0, query, backend.plan(ours, arrays([[1]], [3], [1], [2])), scale=0.125)
-    assert emulator.OBSERVED["zero_query_rows"] == 0
+    assert emulator.OBSERVED["faint_query_rows"] == 0
     k, v = decoded(layout, theirs, 0, [1], 3)
     assert_attention(out, lse, query, k, v, 0.125, [3])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("zero_heads", [[0], [1], [0, 1]])
+def test_values_of_zero_are_answered(zero_heads: list[int], dtype: torch.dtype, numeric: str) -> None:
+    """The kernel divides by the largest weight times V scale too, so no V scale of zero lies in a store."""
+    backend, layout = load_emulated(numeric=numeric), group_layout(layers=1, dtype=dtype)
+    ours, theirs = (open_store(b, layout, 4, None) for b in (backend, REFERENCE))
+    value = rows(40, 2, 64, 2, dtype)
+    value[:, zero_heads] = 0
+    value[7] = 0  # and a token of zeros among others
+    for b, store in ((backend, ours), (REFERENCE, theirs)):
+        b.append(store, 0, rows(40, 2, 64, 1, dtype), value, torch.arange(32, 72))
+    images = [b.export_pages(store, 0, [1, 2]) for b, store in ((backend, ours), (REFERENCE, theirs))]
+    assert (images[0]["value.scale"][0, :, zero_heads] == 0).all()
+    for name in ("value.scale", "value.codes", "key.scale"):
+        assert torch.equal(images[0][name].flatten(0, 1)[:40], images[1][name].flatten(0, 1)[:40])
+    query = rows(2, 4, 64, 3, dtype)
+    emulator.OBSERVED.clear()
+    for count in (1, 2):  # both routes
+        step = arrays([[1, 2]], [40], [count], [40 - count])
+        out, lse = backend.attend(ours, 0, query[:count], backend.plan(ours, step), scale=0.125)
+        k, v = decoded(layout, theirs, 0, [1, 2], 40)
+        assert_attention(out, lse, query[:count], k, v, 0.125, [40 - count + 1 + r for r in range(count)])
+    assert emulator.OBSERVED["faint_value_scales"] == 0
+
+
+def test_what_stands_for_a_scale_of_zero_is_exchanged_bit_for_bit() -> None:
+    backend, layout = load_emulated(), group_layout(layers=1)
+    bits = torch.tensor([0, ZERO_MARK, 1, -(2**31), 0x7FC00000, 0x7F800000, 0x3F800000, 0x00800000], dtype=torch.int32)
+    assert not (swap_zeros(bits.view(torch.float32)) == 0)[[0, 2, 4]].any()
+    assert torch.equal(swap_zeros(swap_zeros(bits.view(torch.float32))).view(torch.int32), bits)
+    store = open_store(backend, layout, 3, None)
+    planes = backend.export_pages(store, 0, [1])
+    planes["value.scale"] = bits.view(torch.float32).repeat(8).reshape(planes["value.scale"].shape).contiguous()
+    backend.import_pages(store, 0, [1], planes)
+    assert not (backend.buffers(store)["value.scale"][0, 1].view(torch.int32) == 0).all(-1).any()
+    again = backend.export_pages(store, 0, [1])["value.scale"]
+    assert torch.equal(again.view(torch.int32), planes["value.scale"].view(torch.int32))
+
+
+@pytest.mark.parametrize("dim", [64, 128])  # the dense route sequence by sequence, and packed
+@pytest.mark.parametrize("format", ["int8", "int8:channel:asym:static", "bf16", "int8,sink=4,recent=32"])
+def test_what_torch_takes_by_default_changes_nothing(format: str, dim: int, numeric: str) -> None:
+    """Default device and dtype, autocast and inference mode, over all routes, masks, sealing and page images."""
+    layout = make_layout(format, layers=1, dim=dim)
+    scales = make_scales(layout)
+    key, value, query = (rows(80, heads, dim, seed, torch.bfloat16) for heads, seed in ((2, 1), (2, 2), (4, 3)))
+
+    def run() -> list[torch.Tensor]:
+        cache = PagedCache(load_emulated(numeric=numeric), layout, [8] * len(make_lanes(layout)[0]), scales=scales)
+        sequence, found = cache.sequence(), []
+        for start, end in ((0, 33), (33, 34), (34, 74), (74, 75)):
+            with cache.step({sequence: end - start}) as step:
+                step.append(0, key[start:end], value[start:end])
+                found += step.attend(0, query[start:end])
+        copied = cache.insert(cache.export(sequence))
+        assert cache.check() == ()
+        return [*found, *cache.gather(copied, 0)]
+
+    expected = run()
+    before = torch.get_default_dtype()
+    for scope in (
+        torch.device("meta"),
+        torch.autocast("cpu", dtype=torch.float16),
+        torch.inference_mode(),
+    ):
+        with scope:
+            found = run()
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), scope
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = run()
+    finally:
+        torch.set_default_dtype(before)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_poison_reaches_its_own_head_only(numeric: str) -> None:

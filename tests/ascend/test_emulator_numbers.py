@@ -316,12 +316,27 @@ def test_empty_sequence_and_zero_query() -> None:
     case.query[1] = 0
     emulator.OBSERVED.clear()
     out, _ = case.run()
-    assert emulator.OBSERVED["zero_query_rows"] == Q_HEADS
+    assert emulator.OBSERVED["faint_query_rows"] == Q_HEADS
     assert torch.isfinite(out).all()
     with emulator.settings(numeric="planes"):
         assert case.run()[0][1].isnan().all()  # 127 / 0: what a device answers is not known
     query = numbers(case.query)
     assert (query[1] == 0).all()
+
+
+def test_value_scales_of_zero() -> None:
+    """The second product divides 127 by the largest weight times V scale."""
+    case = Case(5, False, torch.float16)
+    case.arguments["value_antiquant_scale"][:, 0] = 0
+    emulator.OBSERVED.clear()
+    out, _ = case.run()
+    assert emulator.OBSERVED["faint_value_scales"] == len(LENGTHS)
+    group = Q_HEADS // KV_HEADS
+    assert (out[:, :group] == 0).all()
+    with emulator.settings(numeric="planes"):
+        out = case.run()[0]
+    assert out[:, :group].isnan().all()
+    assert out[:, group:].isfinite().all()
 
 
 def test_sequence_without_tokens_gives_zeros() -> None:

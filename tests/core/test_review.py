@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from kvport import (
     SideScales,
     codec,
 )
+from kvport.step import Fresh
 from kvport_cpu import reference
 
 
@@ -79,6 +81,29 @@ def test_autocast_does_not_reach_the_products() -> None:
             found.append(step.attend(0, rows.repeat(1, 2, 1)).output)
         sequence.free()
     assert torch.equal(found[0], found[1])
+
+
+@pytest.mark.parametrize("format", ["int8", "bf16", "int8,recent=4", "int8:g32:sparse=4", "int8,rotate=1"])
+@pytest.mark.parametrize("fresh", ["stored", "exact"])
+def test_autocast_of_either_dtype_changes_nothing(format: str, fresh: Fresh) -> None:
+    """torch refuses to join 16-bit tensors under an autocast of the other 16-bit dtype."""
+    layout = CacheLayout.uniform(
+        layers=1, kv_heads=2, query_heads=4, head_dim=32, page_size=4, format=format, dtype=torch.bfloat16
+    )
+    rows, query = support.kv(layout, 0, 1, 11), support.queries(layout, 0, 1, 11)
+    results = []
+    for scope in (nullcontext(), torch.autocast("cpu", dtype=torch.bfloat16), torch.autocast("cpu", dtype=torch.half)):
+        cache = kvport.open("cpu", layout=layout, tokens=60)
+        sequence = cache.sequence()
+        with scope:
+            for start, end in ((0, 8), (8, 11)):
+                with cache.step({sequence: end - start}, fresh=fresh) as step:
+                    step.append(0, rows[0][start:end], rows[1][start:end])
+                    output, lse = step.attend(0, query[start:end])
+            copied = cache.insert(cache.export(sequence))
+            results.append([output, lse, *cache.gather(copied, 0)])
+    for found in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], found, strict=True))
 
 
 def test_a_loaded_image_does_not_follow_its_file(tmp_path: Path) -> None:

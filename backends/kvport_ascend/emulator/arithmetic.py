@@ -11,8 +11,9 @@ Two arithmetics, chosen by name:
     rescaling of the softmax and the NZ kernel are not modelled bit for bit. Everything that is not decode over int8
     is computed as in ``exact``.
 
-A query row that is all zeros makes the planes' scale ``127 / 0``. What a device answers then is not known; ``planes``
-answers NaN, and both count the row in ``OBSERVED["zero_query_rows"]``.
+A row that is all zeros makes the planes' scale ``127 / 0``, and one below 2^-121 makes it infinite. What a device
+answers then is not known; ``planes`` answers NaN, and both count such rows, in ``OBSERVED["faint_query_rows"]`` and,
+where every V scale of a sequence and head is that small, in ``OBSERVED["faint_value_scales"]``.
 """
 
 from __future__ import annotations
@@ -26,6 +27,8 @@ import torch
 from kvport_ascend.emulator.calls import AttentionCall
 
 NUMERICS = ("exact", "planes")
+HOST = torch.device("cpu")
+"""Where emulated operators work, whatever torch's default device is."""
 OBSERVED: Counter[str] = Counter()
 """Calls that were legal but whose result on a device is not known. Tests read and clear it."""
 
@@ -67,8 +70,9 @@ def split_product(a: torch.Tensor, codes: torch.Tensor, planes: int) -> torch.Te
     the codes is exact in int32 (float64 here).
     """
     largest = a.abs().amax(dim=-1, keepdim=True)
-    rest = a * (127.0 / largest)
-    total = torch.zeros(a.shape[0], codes.shape[1], dtype=torch.float32)
+    factor = 127.0 / largest
+    rest = a * torch.where(factor.isinf(), math.nan, factor)
+    total = torch.zeros(a.shape[0], codes.shape[1], dtype=torch.float32, device=HOST)
     weight = 1.0
     for _ in range(planes):
         plane = round_half_away(rest)
@@ -85,7 +89,7 @@ def _decode_planes(
     assert key.scale is not None
     assert value.scale is not None
     key_scale, value_scale = key.scale.float(), value.scale.float()
-    lse_shift = torch.zeros(query.shape[0], 1)
+    lse_shift = torch.zeros(query.shape[0], 1, dtype=torch.float32, device=HOST)
     if key.per_token:
         scores = split_product(query, key.codes.T, planes)
         if key.offset is not None:
@@ -113,6 +117,16 @@ def _decode_planes(
     return out, (torch.log(total) + top + lse_shift).squeeze(-1)
 
 
+def _observe(query: torch.Tensor, key: Side, value: Side) -> None:
+    """Count what the planes would divide 127 by and get no finite number. ``query`` ``(rows, heads, D)`` float32."""
+    assert key.scale is not None
+    assert value.scale is not None
+    operand = query if key.per_token else query * key.scale.float()
+    OBSERVED["faint_query_rows"] += int((127.0 / operand.abs().amax(-1)).isinf().sum())
+    if value.per_token:
+        OBSERVED["faint_value_scales"] += int((127.0 / value.scale.float().abs().max()).isinf())
+
+
 def _exact(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, masked: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,10 +146,10 @@ def _side(call: AttentionCall, which: str, sequence: int, head: int, length: int
     g = call.geometry
     tensor = getattr(call, which)
     table = call.block_table
-    pages = torch.zeros(0, dtype=torch.long)
-    offsets = torch.zeros(0, dtype=torch.long)
+    pages = torch.zeros(0, dtype=torch.long, device=HOST)
+    offsets = torch.zeros(0, dtype=torch.long, device=HOST)
     if table is not None:
-        positions = torch.arange(length)
+        positions = torch.arange(length, device=HOST)
         pages = table[sequence].long()[positions // call.block_size]
         offsets = positions % call.block_size
         if g.form == "BnBsH":
@@ -195,10 +209,11 @@ def _query_rows(call: AttentionCall, sequence: int, count: int, starts: list[int
 
 def _masked(call: AttentionCall, sequence: int, rows: int, length: int) -> torch.Tensor | None:
     """``(rows, length)`` bool, True where the score is left out."""
+    row, column = torch.arange(rows, device=HOST).unsqueeze(1), torch.arange(length, device=HOST)
     if call.sparse_mode == 3:  # causal, aligned at the lower right
-        return torch.arange(length) > torch.arange(rows).unsqueeze(1) + (length - rows)
+        return column > row + (length - rows)
     if call.sparse_mode == 2:  # causal, aligned at the upper left
-        return torch.arange(length) > torch.arange(rows).unsqueeze(1)
+        return column > row
     if call.mask is None:
         return None
     mask = call.mask.bool()
@@ -220,8 +235,8 @@ def attention(call: AttentionCall, numeric: str) -> tuple[torch.Tensor, torch.Te
     lengths_q, lengths_kv = call.lengths_q(), call.lengths_kv()
     starts = [0, *(call.q_lengths or ())] if call.layout == "TND" else []
     rows_total = g.q_len if call.layout == "TND" else g.batch * g.q_len
-    out = torch.full((rows_total, g.q_heads, g.value_dim), math.nan, dtype=torch.float64)
-    lse = torch.full((rows_total, g.q_heads), math.nan, dtype=torch.float64)
+    out = torch.full((rows_total, g.q_heads, g.value_dim), math.nan, dtype=torch.float64, device=HOST)
+    lse = torch.full((rows_total, g.q_heads), math.nan, dtype=torch.float64, device=HOST)
     int8_decode = call.decode and call.quantized
     for sequence, (rows, length) in enumerate(zip(lengths_q, lengths_kv, strict=True)):
         first = starts[sequence] if call.layout == "TND" else sequence * g.q_len
@@ -229,12 +244,12 @@ def attention(call: AttentionCall, numeric: str) -> tuple[torch.Tensor, torch.Te
             out[first : first + rows] = 0
             continue
         query = _query_rows(call, sequence, rows, starts)
-        if int8_decode:
-            OBSERVED["zero_query_rows"] += int((query == 0).all(-1).sum())
         masked = _masked(call, sequence, rows, length)
         for head in range(g.kv_heads):
             heads = slice(head * g.group, (head + 1) * g.group)
             key, value = _side(call, "key", sequence, head, length), _side(call, "value", sequence, head, length)
+            if int8_decode:
+                _observe(query[:, heads].float(), key, value)
             if int8_decode and numeric == "planes" and masked is None:
                 flat = query[:, heads].reshape(-1, g.dim).float()
                 part, part_lse = _decode_planes(flat, key, value, call.softmax_scale, PLANES[call.inner_precise])
@@ -263,7 +278,7 @@ def _in_layout(call: AttentionCall, out: torch.Tensor) -> torch.Tensor:
 def _lse_in_layout(call: AttentionCall, lse: torch.Tensor) -> torch.Tensor:
     g = call.geometry
     if not call.lse:
-        return torch.empty(0, dtype=torch.float32)
+        return torch.empty(0, dtype=torch.float32, device=HOST)
     if call.layout == "TND":
         return lse.float().unsqueeze(-1)
     return lse.float().reshape(g.batch, g.q_len, g.q_heads).transpose(1, 2).unsqueeze(-1).contiguous()

@@ -215,7 +215,7 @@ def nd_contiguous(c: ScatterNdCall) -> str | None:
 @rule_of(SCATTER_ND, DOC_ND, kind="device")
 def nd_indices_in_range(c: ScatterNdCall) -> str | None:
     """Indices are inside the target."""
-    limits = torch.tensor(c.target.shape[: c.indices.shape[-1]])
+    limits = torch.tensor(c.target.shape[: c.indices.shape[-1]], device=c.indices.device)
     if bool(((c.indices < 0) | (c.indices >= limits)).any()):
         return f"indices outside a target of shape {shape_of(c.target)}."
     return None
