@@ -24,18 +24,21 @@ from kvport_cpu.base import TorchBackend
 from kvport_triton import overrides
 from kvport_triton.availability import driver_version
 from kvport_triton.kernels import attend, decode, encode, numerics, stage
+from kvport_triton.kernels import latent as latent_module
 from kvport_triton.kernels.attend import CODES, EXACT, NATIVE, ROUNDED, attend_kernel, merge_kernel
 from kvport_triton.kernels.decode import decode_kernel
 from kvport_triton.kernels.encode import append_kernel, begin_pages_kernel
+from kvport_triton.kernels.latent import latent_kernel
 from kvport_triton.kernels.stage import stage_kernel
 from kvport_triton.planning import Launch, Prepared, Shape, Staged, prepare, prepare_fixed
 from kvport_triton.sides import DTYPE_NUMBER, Side, bits_view, sides
 from kvport_triton.store import TritonStore, private_dtype, private_shape, to_private
-from kvport_triton.tuning import INTERPRETED_PROCESSORS, MOST_VERIFY, Mode, Tuning, interpreted, tuning
+from kvport_triton.tuning import INTERPRETED_PROCESSORS, MOST_VERIFY, Mode, Tuning, interpreted, latent, tuning
 
 PAGE_SIZES: Final = (16, 32, 64, 128, 256)
 MOST_GROUP: Final = 16
 DIMS: Final = range(16, 257)
+LATENT_DIMS: Final = range(16, 513)
 #: The first GPUs that convert E4M3 in hardware.
 FP8_CAPABILITY: Final = (8, 9)
 #: The window of a layer without one: no position is that far from another.
@@ -72,7 +75,7 @@ class TritonBackend(TorchBackend):
         if interpreted:
             from kvport_triton.interpreter import quicken
 
-            quicken(attend, decode, encode, numerics, stage)
+            quicken(attend, decode, encode, latent_module, numerics, stage)
         self.execution: Execution = "interpreter" if interpreted else "hardware"
         self.gpu = "interpreter" if interpreted else torch.cuda.get_device_name(torch_device)
         #: Decode shapes over codes that were found by timing, by overrides.key_of; the fixed table says the others.
@@ -137,7 +140,6 @@ class TritonBackend(TorchBackend):
 
     def append(self, store: Store, layer: int, key: Tensor, value: Tensor | None, slots: Tensor) -> None:
         assert isinstance(store, TritonStore)
-        assert value is not None, "latent layouts are refused by support()"
         layout, tokens = store.layout, key.shape[0]
         if any(side.format.sealed_only for side in layout.sides):
             raise Unsupported(f"{layout.format} pages are encoded whole: seal them from another store, do not append")
@@ -150,33 +152,40 @@ class TritonBackend(TorchBackend):
                     flags, slots, tokens, PAGE=layout.page_size, BLOCK=1024
                 )
             block = self.append_block or _append_block(tokens, layout.page_size, self.interpreted)
-            arguments: list[Any] = []
-            constants: dict[str, Any] = {}
-            for side, name, prefix, rows in zip(sides(layout), ("key", "value"), "KV", (key, value), strict=True):
-                codes = store.planes[f"{name}.codes"][layer]
-                raw = not side.quantized and rows.dtype == codes.dtype
-                if not side.quantized:
-                    codes = bits_view(codes)
-                scale, zero = self._scales(store, layer, name)
-                static = _static(store.scales[layer], name)
-                rows = rows.detach()
-                arguments += [
-                    bits_view(rows) if raw else rows, *rows.stride(), codes, scale, zero, *self._static(static, codes),
-                ]  # fmt: skip
-                constants |= side.constants(prefix)
-                constants[f"{prefix}_FLOAT"] = 0 if side.quantized else DTYPE_NUMBER[_plane_dtype(store, name)]
-                constants[f"{prefix}_RAW"] = raw
-            append_kernel[(triton.cdiv(tokens, block), layout.kv_heads, 2)](
-                *arguments,
-                flags,
-                slots,
-                tokens,
-                layout.kv_heads,
-                BT=block,
-                PAGE=layout.page_size,
-                INTERP=self.interpreted,
-                **constants,
-            )
+            parts = [
+                self._encoding(store, layer, side, stored.name, rows.detach())
+                for side, stored, rows in zip(sides(layout), layout.sides, _rows(layout, key, value), strict=True)
+            ]
+            # The parts of a latent row are both stored as K is, V is transposed: K's half of the kernel, twice.
+            for pair in [[part, part] for part in parts] if layout.latent else [parts]:
+                constants = {f"{p}_{n}": v for p, (_, found) in zip("KV", pair, strict=True) for n, v in found.items()}
+                append_kernel[(triton.cdiv(tokens, block), layout.kv_heads, 1 if layout.latent else 2)](
+                    *pair[0][0],
+                    *pair[1][0],
+                    flags,
+                    slots,
+                    tokens,
+                    layout.kv_heads,
+                    BT=block,
+                    PAGE=layout.page_size,
+                    INTERP=self.interpreted,
+                    **constants,
+                )
+
+    def _encoding(
+        self, store: TritonStore, layer: int, side: Side, name: str, rows: Tensor
+    ) -> tuple[list[Any], dict[str, Any]]:
+        """Arguments and constants (without K_ or V_) by which append encodes one side."""
+        codes = store.planes[f"{name}.codes"][layer]
+        raw = not side.quantized and rows.dtype == codes.dtype
+        if not side.quantized:
+            codes = bits_view(codes)
+        static = self._static(_static(store.scales[layer], name), codes)
+        arguments = [
+            bits_view(rows) if raw else rows, *rows.stride(), codes, *self._scales(store, layer, name), *static,
+        ]  # fmt: skip
+        number = 0 if side.quantized else DTYPE_NUMBER[_plane_dtype(store, name)]
+        return arguments, {**side.constants(""), "FLOAT": number, "RAW": raw}
 
     def seal(
         self, source: Store, target: Store, layer: int, source_pages: Sequence[int], target_pages: Sequence[int]
@@ -193,7 +202,7 @@ class TritonBackend(TorchBackend):
         key, value = self.gather(source, layer, table, [len(source_pages) * size], torch.float32)
         first = torch.tensor(target_pages, dtype=torch.int64, device=self.torch_device) * size
         slots = (first.unsqueeze(-1) + torch.arange(size, device=self.torch_device)).flatten()
-        self.append(target, layer, key[0], value[0], slots)
+        self.append(target, layer, key[0], None if target.layout.latent else value[0], slots)
 
     def _seal_whole(
         self,
@@ -209,7 +218,8 @@ class TritonBackend(TorchBackend):
         )
         flagged = torch.zeros(new.shape, dtype=torch.bool, device=self.torch_device)
         planes = {plane.name: plane for plane in target.layout.planes}
-        for side, rows in zip(target.sides(layer), self._read(source, layer, old), strict=True):
+        stored = _rows(target.layout, *self._read(source, layer, old))
+        for side, rows in zip(target.sides(layer), stored, strict=True):
             encoded = side.encode(rows)
             for name, found in encoded.planes.items():
                 plane = planes[f"{side.name}.{name}"]
@@ -233,16 +243,17 @@ class TritonBackend(TorchBackend):
         counts = np.diff(arrays.query_starts.numpy())
         few = counts[counts <= MOST_VERIFY]
         most = {"decode": 1, "verify": int(few.max(initial=1)), "prefill": int(counts.max(initial=1))}
+        heads, group = _blocks(layout, layout.query_heads)
         shapes = self._shapes(layout, most)
-        shapes["staged"] = self._tuning(layout, "prefill", "native", layout.group_size, most["prefill"]).shape(1)
+        shapes["staged"] = self._tuning(layout, "prefill", "native", group, most["prefill"]).shape(1)
         # bf16 holds what the bound asks of bf16 queries, at any magnitude; float16 has neither room for large values.
         quantized = layout.format.key.quantized and layout.format.value.quantized
-        staged = quantized and layout.dtype == torch.bfloat16
+        staged = quantized and layout.dtype == torch.bfloat16 and not layout.latent
         device, prepared = prepare(
             arrays,
             self.torch_device,
-            group=layout.group_size,
-            kv_heads=layout.kv_heads,
+            group=group,
+            kv_heads=heads,
             window=layout.window,
             page_size=layout.page_size,
             shapes=shapes,
@@ -256,11 +267,12 @@ class TritonBackend(TorchBackend):
         """As :meth:`plan` would cut the largest step, but without decoded runs, whose number depends on lengths."""
         layout = store.layout
         most = {"decode": 1, "verify": min(MOST_VERIFY, limits.query_tokens), "prefill": limits.query_tokens}
+        heads, group = _blocks(layout, layout.query_heads)
         device, prepared = prepare_fixed(
             limits,
             self.torch_device,
-            group=layout.group_size,
-            kv_heads=layout.kv_heads,
+            group=group,
+            kv_heads=heads,
             window=layout.window,
             page_size=layout.page_size,
             shapes=self._shapes(layout, most),
@@ -281,8 +293,9 @@ class TritonBackend(TorchBackend):
         Work is cut for the layout's own dtype and heads; attend makes a second plan for a query of others.
         """
         mode = self._mode(layout, layout.dtype)
+        _, group = _blocks(layout, layout.query_heads)
         return {
-            kind: self._tuning(layout, kind, mode, layout.group_size, tokens).shape(self.processors)
+            kind: self._tuning(layout, kind, mode, group, tokens).shape(self.processors)
             for kind, tokens in most.items()
         }
 
@@ -302,8 +315,8 @@ class TritonBackend(TorchBackend):
         layout = store.layout
         if partial and sinks is not None:
             raise InvalidArgument("sinks belong to the merged result: pass them once, not to a partial")
-        group = query.shape[1] // layout.kv_heads
-        plan = self._plan_for(store, query, plan, group)
+        _, group = _blocks(layout, query.shape[1])
+        plan = self._plan_for(store, query, plan)
         prepared: Prepared = plan.private
         out_dtype = torch.float32 if partial else query.dtype
         # The interpreter truncates when it stores bf16, so it stores float32 and torch rounds.
@@ -338,16 +351,19 @@ class TritonBackend(TorchBackend):
         tuned = self._tuning(layout, launch.kind, mode, group, launch.row_count // group)
         tuned = replace(tuned, tile=launch.shape.tile)
         key, value = sides(layout)
-        part_out, part_lse = self._scratch(plan.private, launch, layout, lse)
+        heads, _ = _blocks(layout, query.shape[1])
+        part_out, part_lse = self._scratch(plan.private, launch, layout, heads, lse)
         table = plan.device.page_table
         arguments: list[Any] = [query.detach(), *query.stride()]
-        for name in ("key", "value"):
+        for name in (side.name for side in layout.sides):
             codes = store.planes[f"{name}.codes"][layer]
             static = _static(store.scales[layer], name)
             arguments += [codes, *self._scales(store, layer, name), *self._static(static, codes)]
+        if layout.latent:
+            del arguments[-2:]  # the rope part has no static scales
         sink = lse if sinks is None else sinks.to(self.torch_device, torch.float32)
         arguments += [table, table.shape[1], launch.items, out, lse, part_out, part_lse, sink]
-        arguments += [int(sinks is not None), query.shape[1], layout.kv_heads, group]
+        arguments += [int(sinks is not None), query.shape[1], heads, group]
         shared = {
             "SOFTCAP": softcap is not None,
             "T": tuned.tile,
@@ -357,9 +373,16 @@ class TritonBackend(TorchBackend):
             "num_warps": tuned.warps,
             "maxnreg": tuned.registers,
         }
-        grid = (launch.item_count * layout.kv_heads,)
-        if mode == "codes" and launch.kind == "decode":
-            constants = key.constants("K") | value.constants("V")
+        grid = (launch.item_count * heads,)
+        if layout.latent:
+            del shared["STAGES"]
+            latent_kernel[grid](
+                *arguments, launch.row_count, layout.window or WIDEST, float(scale), float(softcap or 1.0),
+                MODE=_MODE_NUMBER[mode], M=max(16, triton.next_power_of_2(launch.row_count)),
+                **shared, **key.constants("K_"), **value.constants("R_"),
+            )  # fmt: skip
+        elif mode == "codes" and launch.kind == "decode":
+            constants = key.constants("K_") | value.constants("V_")
             del constants["K_QUANTIZED"], constants["V_QUANTIZED"]
             decode_kernel[grid](
                 *arguments, float(scale), float(softcap or 1.0),
@@ -372,13 +395,13 @@ class TritonBackend(TorchBackend):
                 MASK_ROWS=launch.kind != "decode",
                 CONTINUES=False,
                 M=max(16, triton.next_power_of_2(launch.row_count)),
-                **shared, **key.constants("K"), **value.constants("V"),
+                **shared, **key.constants("K_"), **value.constants("V_"),
             )  # fmt: skip
         if launch.block_count:
             channels = min(MERGE_CHANNELS, triton.next_power_of_2(layout.value_dim))
             rows = launch.row_count * triton.cdiv(layout.value_dim, channels)
-            merge_kernel[(launch.block_count, layout.kv_heads, rows)](
-                launch.blocks, part_out, part_lse, out, lse, sink, int(sinks is not None), layout.kv_heads,
+            merge_kernel[(launch.block_count, heads, rows)](
+                launch.blocks, part_out, part_lse, out, lse, sink, int(sinks is not None), heads,
                 query.shape[1], group, launch.row_count,
                 DIM=layout.value_dim, CHANNELS=channels, SPLITS=MERGE_SPLITS, num_warps=4,
             )  # fmt: skip
@@ -416,7 +439,7 @@ class TritonBackend(TorchBackend):
             stage_kernel[(staged.columns * layout.page_size // block, layout.kv_heads, 2)](
                 *arguments, bits_view(keys), bits_view(values), table, table.shape[1], run.sequence, run.first_column,
                 staged.columns, layout.kv_heads, PAGE=layout.page_size, BT=block,
-                **key.constants("K"), **value.constants("V"),
+                **key.constants("K_"), **value.constants("V_"),
             )  # fmt: skip
             attend_kernel[(run.item_count * layout.kv_heads,)](
                 query.detach(), *query.stride(), keys, keys, keys, keys, keys, values, values, values, values, values,
@@ -434,8 +457,8 @@ class TritonBackend(TorchBackend):
                 INTERP=self.interpreted,
                 num_warps=tuned.warps,
                 maxnreg=tuned.registers,
-                **Side.of(_STAGED_FORMAT, layout.key_dim).constants("K"),
-                **Side.of(_STAGED_FORMAT, layout.value_dim).constants("V"),
+                **Side.of(_STAGED_FORMAT, layout.key_dim).constants("K_"),
+                **Side.of(_STAGED_FORMAT, layout.value_dim).constants("V_"),
             )  # fmt: skip
 
     def gather(
@@ -558,6 +581,8 @@ class TritonBackend(TorchBackend):
         key, value = layout.format.key, layout.format.value
         if query == torch.float32:
             return "exact"
+        if layout.latent:
+            return "rounded" if query == torch.bfloat16 else "exact"
         if all(side.sliceable for side in sides(layout)):
             return "codes"
         if not key.quantized and not value.quantized and key.code_torch_dtype == value.code_torch_dtype == query:
@@ -571,23 +596,24 @@ class TritonBackend(TorchBackend):
             found = self.tuned.get(overrides.key_of(self.gpu, layout))
             if found is not None:
                 return replace(found, rows=group)
+        if layout.latent:
+            return latent(mode, wide=layout.value_dim > 256, decoding=kind == "decode", group=group)
         if self.interpreted:
             return interpreted(kind, group, tokens)
         bits = max(layout.format.key.bits, layout.format.value.bits)
         return tuning(kind, mode, dim=max(layout.key_dim, layout.value_dim), bits=bits, group=group, most_tokens=tokens)
 
-    def _plan_for(self, store: TritonStore, query: Tensor, plan: Plan, group: int) -> Plan:
+    def _plan_for(self, store: TritonStore, query: Tensor, plan: Plan) -> Plan:
         """The step's plan, or one of its own for a layer that reads these pages with other query heads or another
         dtype than the layout's (its tiles differ); made once and kept beside the first."""
         layout = store.layout
-        if group == layout.group_size and self._mode(layout, query.dtype) == self._mode(layout, layout.dtype):
+        heads = query.shape[1]
+        if heads == layout.query_heads and self._mode(layout, query.dtype) == self._mode(layout, layout.dtype):
             return plan
         prepared: Prepared = plan.private
-        key = (group, query.dtype)
+        key = (heads, query.dtype)
         if key not in prepared.others:
-            other = TritonStore(
-                replace(layout, query_heads=group * layout.kv_heads, dtype=query.dtype), 0, {}, (), None
-            )
+            other = TritonStore(replace(layout, query_heads=heads, dtype=query.dtype), 0, {}, (), None)
             if prepared.fixed is None:
                 prepared.others[key] = self.plan(other, plan.host)
             else:
@@ -595,12 +621,14 @@ class TritonBackend(TorchBackend):
                 self.refill(other, made, prepared.fixed.arrays)
         return prepared.others[key]
 
-    def _scratch(self, prepared: Prepared, launch: Launch, layout: GroupLayout, lse: Tensor) -> tuple[Tensor, Tensor]:
+    def _scratch(
+        self, prepared: Prepared, launch: Launch, layout: GroupLayout, heads: int, lse: Tensor
+    ) -> tuple[Tensor, Tensor]:
         """Partials of one launch: float32 output and base-2 LSE, shared by all layers (they run in stream order)."""
         if launch.partials == 0:
             return lse, lse  # never touched; of the dtype that partials have, so that both run the same kernel
         if launch.kind not in prepared.scratch:
-            rows = launch.partials * layout.kv_heads * launch.row_count
+            rows = launch.partials * heads * launch.row_count
             prepared.scratch[launch.kind] = (
                 torch.empty((rows, layout.value_dim), dtype=torch.float32, device=self.torch_device),
                 torch.empty((rows,), dtype=torch.float32, device=self.torch_device),
@@ -649,6 +677,8 @@ class TritonBackend(TorchBackend):
         for side in store.sides(layer):
             prefix = f"{side.name}."
             found.append(side.decode({n.removeprefix(prefix): p for n, p in planes.items() if n.startswith(prefix)}))
+        if store.layout.latent:
+            return torch.cat(found, -1), found[0]
         return found[0], found[1]
 
 
@@ -658,14 +688,13 @@ def _unmet(layout: GroupLayout) -> list[str]:
     if layout.page_size not in PAGE_SIZES:
         near = min(PAGE_SIZES, key=lambda size: abs(size - layout.page_size))
         found.append(f"page size {layout.page_size}: supported are {_words(PAGE_SIZES)}; nearest is {near}")
-    if layout.group_size > MOST_GROUP:
+    if layout.group_size > MOST_GROUP and not layout.latent:
         found.append(f"{layout.group_size} query heads per KV head: supported are 1 to {MOST_GROUP}")
-    if layout.latent:
-        return [*found, "latent (MLA) layers: supported are layers with K and V of their own"]
     for side in layout.sides:
         name, fmt, dim = side.name, side.format, side.dim
-        if dim not in DIMS:
-            found.append(f"{name} dim {dim}: supported are {DIMS.start} to {DIMS.stop - 1}")
+        dims = LATENT_DIMS if name == "latent" else DIMS
+        if dim not in dims:
+            found.append(f"{name} dim {dim}: supported are {dims.start} to {dims.stop - 1}")
         if fmt.kind in ("mx", "nv"):
             found.append(f"{name} code {fmt.code}: supported are int8, int4, int2, fp8_e4m3, fp8_e5m2 and float pages")
         elif fmt.granularity == "group" and fmt.group % (8 // min(fmt.bits, 8)):
@@ -690,8 +719,25 @@ def _has_flags(layout: GroupLayout) -> bool:
     return any(side.format.hides_nan for side in layout.sides)
 
 
+def _blocks(layout: GroupLayout, query_heads: int) -> tuple[int, int]:
+    """KV heads and the query heads of each, as programs divide them. A latent layer's query heads are taken by blocks,
+    each as if it had a KV head of its own: a program has room for 16 rows of a latent vector's length."""
+    if not layout.latent:
+        return layout.kv_heads, query_heads // layout.kv_heads
+    group = next(n for n in range(min(MOST_GROUP, query_heads), 0, -1) if query_heads % n == 0)
+    return query_heads // group, group
+
+
+def _rows(layout: GroupLayout, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
+    """The rows of each stored side: K and V, or the latent and rope parts of K."""
+    if layout.latent:
+        return key[..., : layout.value_dim], key[..., layout.value_dim :]
+    assert value is not None
+    return key, value
+
+
 def _static(scales: LayerScales, side: str) -> SideScales | None:
-    return scales.key if side == "key" else scales.value
+    return scales.key if side in ("key", "latent") else scales.value
 
 
 def _plane_dtype(store: TritonStore, side: str) -> torch.dtype:

@@ -60,8 +60,8 @@ class Side:
         return self.quantized and 0 < slices <= MOST_SLICES and self.dim // slices >= LEAST_SLICE
 
     def constants(self, prefix: str) -> dict[str, Any]:
-        """Keyword arguments for a kernel: ``K_DIM``, ``K_BITS``, ..."""
-        return {f"{prefix}_{name.upper()}": value for name, value in vars(self).items()}
+        """Keyword arguments for a kernel, by ``prefix``: ``K_DIM``, ``K_BITS``, ..."""
+        return {f"{prefix}{name.upper()}": value for name, value in vars(self).items()}
 
 
 def _groups(fmt: TensorFormat, dim: int) -> int:
@@ -71,8 +71,9 @@ def _groups(fmt: TensorFormat, dim: int) -> int:
 
 
 def sides(layout: GroupLayout) -> tuple[Side, Side]:
-    """Constants of K and of V."""
-    return Side.of(layout.format.key, layout.key_dim), Side.of(layout.format.value, layout.value_dim)
+    """Constants of K and of V, or of the latent and rope parts."""
+    first, second = layout.sides
+    return Side.of(first.format, first.dim), Side.of(second.format, second.dim)
 
 
 def bits_view(tensor: Tensor) -> Tensor:

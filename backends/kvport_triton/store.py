@@ -10,6 +10,7 @@ value.codes, float  (token, head, channel)                    (head, token, chan
 value.codes, codes  (token, head, byte)                       (head, byte, token): the second product reads tokens
                                                               contiguously, without byte-sized shared-memory reads
 scales, zeros       (token, head) or (token, head, group)     (head, group, token): a tile's scales are one run
+latent and rope     as K; no plane of theirs is transposed
 scales of cN        (block, head, channel)                    (head, channel, block)
 ==================  ========================================  ======================================================
 
@@ -22,7 +23,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvport.formats import TensorFormat
 from kvport.layout import GroupLayout, Plane
 from kvport_cpu.base import TorchStore
 
@@ -58,7 +58,7 @@ def private_dtype(plane: Plane, layout: GroupLayout) -> torch.dtype:
 def _flips(plane: Plane, layout: GroupLayout) -> int:
     """The sign bits of every code in a byte, where the plane holds symmetric integers; else 0."""
     side, _, part = plane.name.partition(".")
-    fmt: TensorFormat = layout.format.key if side == "key" else layout.format.value
+    fmt = next(stored.format for stored in layout.sides if stored.name == side)
     if part != "codes" or fmt.kind != "int" or not fmt.symmetric:
         return 0
     return sum(1 << (shift + fmt.bits - 1) for shift in range(0, 8, fmt.bits))

@@ -34,6 +34,12 @@ class Tuning:
         return Shape(rows=self.rows, tile=self.tile, programs=processors * self.waves)
 
 
+def latent(mode: Mode, *, wide: bool, decoding: bool, group: int) -> Tuning:
+    """The shape of one launch over latent pages: rows are as long as a tile of others is wide. Not measured."""
+    tile = 32 if mode == "rounded" else 16
+    return Tuning(tile=tile, warps=8 if wide else 4, stages=1, waves=2, rows=group if decoding else 16)
+
+
 def interpreted(kind: str, group: int, most_tokens: int) -> Tuning:
     """The shape of one launch in the interpreter, which pays per operation and hardly per element: few programs of many
     rows. Tiles stay short, so that small caches have whole tiles, masked ones and several of each."""

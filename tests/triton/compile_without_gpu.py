@@ -1,7 +1,8 @@
 """Compile what a step launches for compute capability 9.0, without a GPU, and print what each kernel needs.
 
 Run by ``test_compiles.py`` in a process of its own, as the tests' process interprets. The arguments are one JSON list
-of steps ``[format, page size, dtype, dim, query rows, lengths]``; the output is a line of JSON for each kernel.
+of steps ``[format, page size, dtype, dim, query rows, lengths]``; the output is a line of JSON for each kernel. In latent
+layers dim is the latent part's, and 64 rotary channels follow.
 """
 
 from __future__ import annotations
@@ -69,15 +70,17 @@ def main() -> None:
     backend = Compiling()
     for text, page, dtype_name, dim, rows, lengths in json.loads(sys.argv[1]):
         dtype = getattr(torch, dtype_name)
-        layout = GroupLayout(CacheFormat.parse(text), 1, 2, 8, dim, dim, page, None, dtype)
+        latent = text.startswith("latent=")
+        heads, width = (1, dim + 64) if latent else (2, dim)
+        layout = GroupLayout(CacheFormat.parse(text), 1, heads, 8, width, dim, page, None, dtype, latent)
         assert backend.support(layout).ok, backend.support(layout).reasons
         static = LayerScales(*(SideScales(torch.full((2,), 0.03)) for _ in range(2)))
         counts = [layout.pages_for(n) for n in lengths]
         store = backend.allocate(layout, sum(counts) + 1, scales=[static] if layout.format.static else None)
         tokens = sum(lengths)
         if not any(side.format.sealed_only for side in layout.sides):
-            data = torch.zeros(tokens, 2, dim, dtype=dtype)
-            backend.append(store, 0, data, data, torch.arange(tokens))
+            data = torch.zeros(tokens, heads, width, dtype=dtype)
+            backend.append(store, 0, data, None if latent else data, torch.arange(tokens))
         arrays = StepArrays(
             page_table=torch.zeros((len(lengths), max(counts)), dtype=torch.int32),
             kv_start=torch.zeros(len(lengths), dtype=torch.int32),
@@ -85,7 +88,7 @@ def main() -> None:
             query_starts=torch.cumsum(torch.tensor([0, *rows]), 0).int(),
             query_positions=torch.tensor([n - r for n, r in zip(lengths, rows, strict=True)], dtype=torch.int32),
         )
-        query = torch.zeros(sum(rows), 8, dim, dtype=dtype)
+        query = torch.zeros(sum(rows), 8, width, dtype=dtype)
         backend.attend(store, 0, query, backend.plan(store, arrays), scale=0.1)
         for entry in compiled:
             print(json.dumps({"step": text, **entry}), flush=True)

@@ -25,6 +25,8 @@ STEPS: dict[str, list[Any]] = {
     "asymmetric groups, packed": ["k=int4:g64:asym,v=int2:g64", 32, "bfloat16", 128, [1], [200]],
     "scales of channels": ["k=int2:c32:asym:scale=fp16,v=int8", 32, "bfloat16", 64, [1], [100]],
     "prefill by decoded runs": ["int8:head:static", 64, "bfloat16", 128, [256], [300]],
+    "latent layers": ["latent=int8:g128,rope=bf16", 64, "bfloat16", 512, [1, 2], [300, 70]],
+    "latent layers, float16 queries": ["latent=int4:g128,rope=bf16", 64, "float16", 512, [1], [70]],
     "float32 queries, wide heads": ["fp8_e5m2", 16, "float32", 256, [1], [70]],
 }
 
@@ -44,6 +46,6 @@ def test_what_a_step_launches_compiles(name: str, tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
-    assert any(entry["kernel"] in ("decode_kernel", "attend_kernel") for entry in kernels)
+    assert any(entry["kernel"] in ("decode_kernel", "attend_kernel", "latent_kernel") for entry in kernels)
     for entry in kernels:
         assert entry["shared"] <= MOST_SHARED, entry

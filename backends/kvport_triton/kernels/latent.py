@@ -1,0 +1,250 @@
+# mypy: ignore-errors
+# ruff: noqa: N803, N806, E741, SIM108
+# Triton's language is not typed Python: tensors, constexprs and pointers share one notation, compile-time names are in
+# capitals, and what depends on one of them is an if statement, never a conditional expression. Calls keep their
+# arguments in lines by meaning (latent part, rope part, geometry), not one a line.
+# fmt: off
+"""attend over latent (MLA) pages: K is the latent vector followed by the rotary part, V the latent vector again.
+
+Each stored token is read and decoded once, for its score and for its value. All query heads share it; a program takes
+a block of them, at most 16, for some query tokens. Products are those of :mod:`attend`'s EXACT and ROUNDED modes.
+"""
+
+import triton
+import triton.language as tl
+
+from kvport_triton.kernels.attend import (
+    EXACT,
+    ITEM_FIELDS,
+    NEGATIVE_INFINITY,
+    ROUNDED,
+    _exact_key,
+    _query_slice,
+    _weigh_floats,
+    _with_sink,
+)
+from kvport_triton.kernels.numerics import LN_2, LOG2_E, dot_add, pick, round_bf16, tanh
+
+
+@triton.jit
+def _part(
+    C, S, Z, STATIC_S, STATIC_Z, page, offset, POSITION: tl.constexpr, MODE: tl.constexpr, PAGE: tl.constexpr,
+    INTERP: tl.constexpr,
+    DIM: tl.constexpr, BITS: tl.constexpr, PER_BYTE: tl.constexpr, QUANTIZED: tl.constexpr, SYMMETRIC: tl.constexpr,
+    GROUPS: tl.constexpr, STATIC: tl.constexpr, SCALE: tl.constexpr,
+):
+    """Decoded rows (T, WIDTH) at one position of each byte, as the products take them."""
+    USED: tl.constexpr = DIM // PER_BYTE
+    WIDTH: tl.constexpr = triton.next_power_of_2(USED) if USED > 16 else 16
+    j = tl.arange(0, WIDTH)
+    code = tl.load(C + ((page * PAGE + offset) * USED)[:, None] + j[None, :], mask=(j < USED)[None, :], other=0)
+    x = _exact_key(code, S, Z, STATIC_S, STATIC_Z, page, offset, 0, POSITION, DIM, PAGE, BITS, PER_BYTE, QUANTIZED,
+                   SYMMETRIC, GROUPS, STATIC, SCALE, WIDTH)
+    x = tl.where((j < USED)[None, :], x, 0.0)
+    if MODE == ROUNDED:
+        x = round_bf16(x, INTERP)
+    return x
+
+
+@triton.jit
+def _latent_tile(
+    t, m, l, a0, a1, a2, a3, q0, q1, q2, q3, r0, r1, r2, r3, rs, softcap,
+    K, KS, KZ, K_STATIC_S, K_STATIC_Z, R, RS, RZ, TABLE, table_columns, start, end, first, last,
+    MODE: tl.constexpr, WHOLE: tl.constexpr, SOFTCAP: tl.constexpr, T: tl.constexpr, M: tl.constexpr,
+    PAGE: tl.constexpr, INTERP: tl.constexpr,
+    K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_PER_BYTE: tl.constexpr, K_QUANTIZED: tl.constexpr,
+    K_SYMMETRIC: tl.constexpr, K_GROUPS: tl.constexpr, K_STATIC: tl.constexpr, K_SCALE: tl.constexpr,
+    R_DIM: tl.constexpr, R_BITS: tl.constexpr, R_PER_BYTE: tl.constexpr, R_QUANTIZED: tl.constexpr,
+    R_SYMMETRIC: tl.constexpr, R_GROUPS: tl.constexpr, R_STATIC: tl.constexpr, R_SCALE: tl.constexpr,
+):
+    """One tile of ``T`` stored tokens, which every row sees whole where ``WHOLE``; see attend's _tile."""
+    position = t * T + tl.arange(0, T)
+    column = position // PAGE
+    offset = position % PAGE
+    page = tl.load(TABLE + column, mask=column < table_columns, other=0).to(tl.int64)
+    stored = (position >= start) & (position < end)
+    seen = stored[None, :] & (position[None, :] > first[:, None]) & (position[None, :] <= last[:, None])
+    x = tl.zeros([M, T], tl.float32)
+    for p in tl.static_range(R_PER_BYTE):
+        rope = _part(R, RS, RZ, RS, RZ, page, offset, p, MODE, PAGE, INTERP,
+                     R_DIM, R_BITS, R_PER_BYTE, R_QUANTIZED, R_SYMMETRIC, R_GROUPS, R_STATIC, R_SCALE)
+        x = dot_add(pick(p, r0, r1, r2, r3), tl.trans(rope), x, MODE == EXACT, INTERP)
+    for p in tl.static_range(K_PER_BYTE):
+        key = _part(K, KS, KZ, K_STATIC_S, K_STATIC_Z, page, offset, p, MODE, PAGE, INTERP,
+                    K_DIM, K_BITS, K_PER_BYTE, K_QUANTIZED, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE)
+        x = dot_add(pick(p, q0, q1, q2, q3), tl.trans(key), x, MODE == EXACT, INTERP)
+        if p == 0:
+            k0 = key
+            k1 = key
+            k2 = key
+            k3 = key
+        elif p == 1:
+            k1 = key
+        elif p == 2:
+            k2 = key
+        else:
+            k3 = key
+    if SOFTCAP:
+        x = tanh(x * (rs / (softcap * LOG2_E))) * (softcap * LOG2_E)
+    else:
+        x = x * rs
+    if not WHOLE:
+        x = tl.where(seen, x, NEGATIVE_INFINITY)
+    new = tl.maximum(m, tl.max(x, 1))
+    finite = tl.where(new == NEGATIVE_INFINITY, 0.0, new)
+    shrink = tl.exp2(m - finite)
+    weights = tl.exp2(x - finite[:, None])
+    l = l * shrink + tl.sum(weights, 1)
+    if MODE == ROUNDED:
+        weights = round_bf16(weights, INTERP)
+    for p in tl.static_range(K_PER_BYTE):
+        value = pick(p, k0, k1, k2, k3)
+        if not WHOLE:
+            value = tl.where(stored[:, None], value, 0.0)
+        a = _weigh_floats(weights, value, pick(p, a0, a1, a2, a3) * shrink[:, None], seen, not WHOLE, MODE == EXACT,
+                          INTERP)
+        if p == 0:
+            a0 = a
+        elif p == 1:
+            a1 = a
+        elif p == 2:
+            a2 = a
+        else:
+            a3 = a
+    return new, l, a0, a1, a2, a3
+
+
+@triton.jit(do_not_specialize=[
+    "table_columns", "query_heads", "blocks", "group", "row_count", "sinks", "window",
+])
+def latent_kernel(
+    Q, q_token, q_head, q_dim,
+    K, KS, KZ, K_STATIC_S, K_STATIC_Z, R, RS, RZ,
+    TABLE, table_columns, ITEMS, OUT, LSE, PART_OUT, PART_LSE, SINKS, sinks, query_heads, blocks, group,
+    row_count, window, scale, softcap,
+    MODE: tl.constexpr, SOFTCAP: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAGE: tl.constexpr,
+    INTERP: tl.constexpr,
+    K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_PER_BYTE: tl.constexpr, K_QUANTIZED: tl.constexpr,
+    K_SYMMETRIC: tl.constexpr, K_GROUPS: tl.constexpr, K_STATIC: tl.constexpr, K_SCALE: tl.constexpr,
+    R_DIM: tl.constexpr, R_BITS: tl.constexpr, R_PER_BYTE: tl.constexpr, R_QUANTIZED: tl.constexpr,
+    R_SYMMETRIC: tl.constexpr, R_GROUPS: tl.constexpr, R_STATIC: tl.constexpr, R_SCALE: tl.constexpr,
+):
+    """Grid: (items * blocks,), blocks fastest; a block is ``group`` query heads. See attend_kernel for the rest."""
+    h = tl.program_id(0) % blocks
+    item = ITEMS + (tl.program_id(0) // blocks) * ITEM_FIELDS
+    sequence = tl.load(item)
+    row = tl.load(item + 1)
+    tokens = tl.load(item + 2)
+    query_position = tl.load(item + 3)
+    start = tl.load(item + 4)
+    end = tl.load(item + 5)
+    tile_first = tl.load(item + 6)
+    tile_end = tl.load(item + 7)
+    splits = tl.load(item + 8)
+    part = tl.load(item + 9)
+
+    r = tl.arange(0, M)
+    token = r // group
+    live = (token < tokens) & (r < row_count)
+    rows = row + tl.where(live, token, 0)
+    q_heads = h * group + r % group
+    last = query_position + token
+    first = last - window
+    # The sign of the scale goes into the query, its size into the scores. (A query that were merely widened trips a
+    # layout pass of triton 3.6 in IEEE products.)
+    sign = tl.where(scale > 0.0, 1.0, tl.where(scale < 0.0, -1.0, 0.0))
+    rs = tl.where(scale == 0.0, LOG2_E, tl.abs(scale) * LOG2_E)
+
+    K_USED: tl.constexpr = K_DIM // K_PER_BYTE
+    K_WIDTH: tl.constexpr = triton.next_power_of_2(K_USED) if K_USED > 16 else 16
+    R_USED: tl.constexpr = R_DIM // R_PER_BYTE
+    R_WIDTH: tl.constexpr = triton.next_power_of_2(R_USED) if R_USED > 16 else 16
+    for p in tl.static_range(K_PER_BYTE):
+        q = sign * _query_slice(Q, rows, q_heads, live, q_token, q_head, q_dim, 0, p, K_DIM, 1, K_PER_BYTE, K_WIDTH)
+        if MODE == ROUNDED:
+            q = round_bf16(q, INTERP)
+        if p == 0:
+            q0 = q
+            q1 = q
+            q2 = q
+            q3 = q
+        elif p == 1:
+            q1 = q
+        elif p == 2:
+            q2 = q
+        else:
+            q3 = q
+    for p in tl.static_range(R_PER_BYTE):
+        q = sign * _query_slice(Q + K_DIM * q_dim, rows, q_heads, live, q_token, q_head, q_dim, 0, p, R_DIM, 1,
+                                R_PER_BYTE, R_WIDTH)
+        if MODE == ROUNDED:
+            q = round_bf16(q, INTERP)
+        if p == 0:
+            r0 = q
+            r1 = q
+            r2 = q
+            r3 = q
+        elif p == 1:
+            r1 = q
+        elif p == 2:
+            r2 = q
+        else:
+            r3 = q
+    m = tl.full([M], NEGATIVE_INFINITY, tl.float32)
+    l = tl.zeros([M], tl.float32)
+    a0 = tl.zeros([M, K_WIDTH], tl.float32)
+    a1 = l
+    a2 = l
+    a3 = l
+    if K_PER_BYTE > 1:
+        a1 = tl.zeros([M, K_WIDTH], tl.float32)
+    if K_PER_BYTE > 2:
+        a2 = tl.zeros([M, K_WIDTH], tl.float32)
+        a3 = tl.zeros([M, K_WIDTH], tl.float32)
+
+    table = TABLE + sequence.to(tl.int64) * table_columns
+    lowest = tl.maximum(start, query_position + tokens - window)
+    whole_first = tl.minimum(tl.maximum((lowest + T - 1) // T, tile_first), tile_end)
+    whole_end = tl.minimum(tl.maximum(tl.minimum(query_position + 1, end) // T, whole_first), tile_end)
+    for t in tl.range(whole_first, whole_end, num_stages=1):
+        m, l, a0, a1, a2, a3 = _latent_tile(
+            t, m, l, a0, a1, a2, a3, q0, q1, q2, q3, r0, r1, r2, r3, rs, softcap,
+            K, KS, KZ, K_STATIC_S, K_STATIC_Z, R, RS, RZ, table, table_columns, start, end, first, last,
+            MODE, True, SOFTCAP, T, M, PAGE, INTERP,
+            K_DIM, K_BITS, K_PER_BYTE, K_QUANTIZED, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE,
+            R_DIM, R_BITS, R_PER_BYTE, R_QUANTIZED, R_SYMMETRIC, R_GROUPS, R_STATIC, R_SCALE,
+        )
+    before = whole_first - tile_first
+    for n in tl.range(0, before + tile_end - whole_end, num_stages=1):
+        t = tl.where(n < before, tile_first + n, whole_end + n - before)
+        m, l, a0, a1, a2, a3 = _latent_tile(
+            t, m, l, a0, a1, a2, a3, q0, q1, q2, q3, r0, r1, r2, r3, rs, softcap,
+            K, KS, KZ, K_STATIC_S, K_STATIC_Z, R, RS, RZ, table, table_columns, start, end, first, last,
+            MODE, False, SOFTCAP, T, M, PAGE, INTERP,
+            K_DIM, K_BITS, K_PER_BYTE, K_QUANTIZED, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE,
+            R_DIM, R_BITS, R_PER_BYTE, R_QUANTIZED, R_SYMMETRIC, R_GROUPS, R_STATIC, R_SCALE,
+        )
+
+    empty = l == 0.0
+    total = tl.where(empty, 1.0, l)
+    lse = tl.where(empty, NEGATIVE_INFINITY, m + tl.log2(total))
+    factor = tl.where(empty, 0.0, 1.0 / total)
+    row_out = rows.to(tl.int64) * query_heads + q_heads
+    row_part = (part.to(tl.int64) * blocks + h) * row_count + r
+    whole = splits == 1
+    alone = live & (splits + r * 0 == 1) & (sinks + r * 0 != 0)
+    sink = tl.load(SINKS + q_heads, mask=alone, other=NEGATIVE_INFINITY).to(tl.float32) * LOG2_E
+    lse, shift = _with_sink(lse, sink)
+    if whole:
+        tl.store(LSE + row_out, lse * LN_2, mask=live)
+    else:
+        tl.store(PART_LSE + row_part, lse, mask=live)
+    j = tl.arange(0, K_WIDTH)
+    for p in tl.static_range(K_PER_BYTE):
+        e = j * K_PER_BYTE + p
+        value = tl.where(empty[:, None], 0.0, pick(p, a0, a1, a2, a3) * (factor * shift)[:, None])
+        inside = live[:, None] & (j < K_USED)[None, :]
+        if whole:
+            tl.store(OUT + row_out[:, None] * K_DIM + e[None, :], value.to(OUT.dtype.element_ty), mask=inside)
+        else:
+            tl.store(PART_OUT + row_part[:, None] * K_DIM + e[None, :], value, mask=inside)
