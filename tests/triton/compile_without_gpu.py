@@ -1,8 +1,8 @@
 """Compile what a step launches for compute capability 9.0, without a GPU, and print what each kernel needs.
 
 Run by ``test_compiles.py`` in a process of its own, as the tests' process interprets. The arguments are one JSON list
-of steps ``[format, page size, dtype, dim, query rows, lengths]``; the output is a line of JSON for each kernel. In latent
-layers dim is the latent part's, and 64 rotary channels follow.
+of steps ``[format, page size, dtype, dim, query rows, lengths]``; the output is a line of JSON for each kernel. In
+latent layers dim is the latent part's, and 64 rotary channels follow.
 """
 
 from __future__ import annotations
