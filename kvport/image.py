@@ -15,6 +15,7 @@ import hashlib
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -101,7 +102,16 @@ class PageImage:
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write the image to a file, atomically: a reader sees the old file or the whole new one."""
-        tensors = {f"{layer}.{n}": t.contiguous() for layer, planes in self.layers.items() for n, t in planes.items()}
+        tensors = {
+            f"{layer}.{name}": tensor.contiguous()
+            for layer, planes in self.layers.items()
+            for name, tensor in planes.items()
+        }
+        # Copies of what lies in one memory, such as one tensor for two layers: safetensors refuses to write it.
+        held = Counter(tensor.untyped_storage().data_ptr() for tensor in tensors.values())
+        for name, tensor in tensors.items():
+            if held[tensor.untyped_storage().data_ptr()] > 1:
+                tensors[name] = tensor.clone()
         metadata = {
             "kvport.image": str(IMAGE_VERSION),
             "fingerprint": self.fingerprint,
@@ -308,7 +318,8 @@ def _number(text: str) -> int:
 
 
 def _check_sparse(layer: int, planes: Mapping[str, Tensor], lane: _ImageLane) -> None:
-    """Indices of sparse outliers must be the page's own, ascending, and -1 behind the last."""
+    """Indices of sparse outliers must be the page's own, ascending, and -1 behind the last; a page cannot have clipped
+    more numbers than it did not keep."""
     for side, numbers in lane.sparse.items():
         index = planes[f"{lane.prefix}{side}.sparse_index"].to(torch.int64)
         used = index >= 0
@@ -318,6 +329,12 @@ def _check_sparse(layer: int, planes: Mapping[str, Tensor], lane: _ImageLane) ->
             raise ImageError(
                 f"layer {layer} {side}: indices of sparse outliers must ascend within 0 .. {numbers - 1}, with -1 "
                 "behind the last"
+            )
+        overflow = planes.get(f"{lane.prefix}{side}.sparse_overflow")  # static scales alone clip anything
+        if overflow is not None and bool(((overflow < 0) | (overflow > numbers - used.sum(-1))).any()):
+            raise ImageError(
+                f"layer {layer} {side}: a page of {numbers} numbers a head cannot have clipped what "
+                f"{side}.sparse_overflow says"
             )
 
 

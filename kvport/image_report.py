@@ -15,7 +15,7 @@ from torch import Tensor
 
 from kvport import codec, codec_stats
 from kvport.errors import ImageError
-from kvport.formats import CacheFormat, TensorFormat, dtype_name
+from kvport.formats import DTYPES, CacheFormat, TensorFormat, dtype_name
 from kvport.image import PageImage
 from kvport.layout import planes
 
@@ -91,6 +91,10 @@ def inspect_image(image: PageImage) -> list[StoredSide]:
             side, _, part = name.rpartition(".")
             sides.setdefault(side, {})[part] = tensor
         for side, parts in sides.items():
+            if "codes" not in parts or parts["codes"].ndim != 4:
+                raise ImageError(
+                    f"layer {layer} {side} of the image has no codes of shape (pages, page size, KV heads, packed dim)"
+                )
             # The sequence's last, partly filled page is among the near ones where there are such.
             ends_here = side.startswith("near.") == tiered
             found.append(_stored_side(image, layer, side, _format_of(fmt, side, parts), parts, ends_here=ends_here))
@@ -100,7 +104,10 @@ def inspect_image(image: PageImage) -> list[StoredSide]:
 def _format_of(fmt: CacheFormat, side: str, parts: Mapping[str, Tensor]) -> TensorFormat:
     """The format of a side; near pages without a named one are in the model's dtype, which their codes have."""
     if side.startswith("near."):
-        return fmt.near or TensorFormat(dtype_name(parts["codes"].dtype))
+        stored = parts["codes"].dtype
+        if fmt.near is None and stored not in DTYPES.values():
+            raise ImageError(f"the image has {side} in {stored}, which is no model's dtype")
+        return fmt.near or TensorFormat(dtype_name(stored))
     own = {"value": fmt.value, "rope": fmt.rope}.get(side, fmt.key)
     if own is None:
         raise ImageError(f"the image has a side {side!r}, which its format {fmt} does not have")
@@ -113,8 +120,8 @@ def _stored_side(
     codes = parts["codes"]
     pages, size, heads, packed = codes.shape
     dim = packed * max(1, 8 // fmt.bits)
-    wanted = {p.name.rpartition(".")[2]: (p.shape, p.dtype) for p in planes(side, fmt, heads, dim, size)}
-    if {name: (tuple(t.shape[1:]), t.dtype) for name, t in parts.items()} != wanted:
+    wanted = {p.name.rpartition(".")[2]: ((pages, *p.shape), p.dtype) for p in planes(side, fmt, heads, dim, size)}
+    if {name: (tuple(t.shape), t.dtype) for name, t in parts.items()} != wanted:
         raise ImageError(
             f"layer {layer} {side} is not stored as {fmt}: it has a format of its own, which the image does not name"
         )

@@ -155,8 +155,8 @@ class GroupLayout:
             raise LayoutError(f"dtype must be torch.float32, bfloat16 or float16, got {show(self.dtype)}")
         if self.latent != (self.format.rope is not None):
             raise LayoutError(
-                f"format {self.format} and latent={self.latent} do not go together: latent layers take "
-                "'latent=CODE,rope=CODE', other layers 'CODE' or 'k=CODE,v=CODE'"
+                f"format {self.format} does not go with {'latent (MLA)' if self.latent else 'ordinary'} layers "
+                f"(latent={self.latent}): latent layers take 'latent=CODE,rope=CODE', others 'CODE' or 'k=CODE,v=CODE'"
             )
         for side in self.sides:
             if misfits := side.format.misfits(side.dim, self.page_size):

@@ -1,7 +1,8 @@
 """How much memory a KV cache takes: per token, per request, and what fits a budget. Nothing is allocated.
 
-Counted apart: codes; metadata (scales and zeros); the near tier of formats with ``sink=`` or ``recent=``; page waste
-(the unfilled part of last pages, and tokens that a window has passed but whose page it has not); the backend's padding.
+Counted apart: codes; metadata (scales and zeros); outliers kept in float32 beside the codes; the near tier of formats
+with ``sink=`` or ``recent=``; page waste (the unfilled part of last pages, and tokens that a window has passed but
+whose page it has not); the backend's padding.
 
 *At rest* is a request of N tokens between two steps. *Pools* are what a running cache must be opened with: a step
 takes its pages before it gives old ones back, so near and windowed pools hold more than what is at rest. With page
@@ -21,11 +22,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any, Final, Literal
 
 from kvport.arguments import whole_number
 from kvport.backend import Backend
+from kvport.digests import part_of
 from kvport.errors import InvalidArgument
 from kvport.formats import CacheFormat, TensorFormat
 from kvport.layout import DEFAULT_PAGE_SIZE, CacheLayout, Group
@@ -40,11 +42,12 @@ Tier = Literal["all", "sealed", "near"]
 
 @dataclass(frozen=True)
 class Content:
-    """Bytes by what they are."""
+    """Bytes by what they are; ``outliers``: channels and single numbers kept in float32, and their places."""
 
     codes: int = 0
     scales: int = 0
     zeros: int = 0
+    outliers: int = 0
 
     @property
     def metadata(self) -> int:
@@ -52,14 +55,14 @@ class Content:
 
     @property
     def total(self) -> int:
-        return self.codes + self.scales + self.zeros
+        return self.codes + self.scales + self.zeros + self.outliers
 
     def __add__(self, other: Content) -> Content:
-        return Content(self.codes + other.codes, self.scales + other.scales, self.zeros + other.zeros)
+        return Content(*(mine + theirs for mine, theirs in zip(astuple(self), astuple(other), strict=True)))
 
     def part(self, share: int, whole: int) -> Content:
         """``share`` of ``whole`` of these bytes, rounded down. They divide: pages by tokens, cN by whole pages."""
-        return Content(*(count * share // whole for count in (self.codes, self.scales, self.zeros)))
+        return Content(*(count * share // whole for count in astuple(self)))
 
 
 @dataclass(frozen=True)
@@ -401,10 +404,10 @@ def _largest(fits: Any) -> int:
 
 def _page_content(lane: Lane) -> Content:
     """What one page of all layers of a lane holds."""
-    found = {"codes": 0, "scales": 0, "zeros": 0}
+    found = {"codes": 0, "scales": 0, "zeros": 0, "outliers": 0}
     for plane in lane.layout.planes:
-        kind = plane.name.rpartition(".")[2]
-        found[{"codes": "codes", "zero": "zeros"}.get(kind, "scales")] += plane.nbytes * lane.layout.layers
+        zero = plane.name.endswith(".zero")
+        found["zeros" if zero else part_of(plane.name)] += plane.nbytes * lane.layout.layers
     return Content(**found)
 
 

@@ -59,6 +59,10 @@ class Recipe(ScaleSource):
         for name in ("layers", "formats", "provenance"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
+    def __repr__(self) -> str:
+        formats = ", ".join(sorted(set(self.formats.values())))
+        return f"<Recipe for {formats}: {len(self)} layers, digest {self.digest()[:12]}...>"
+
     def __getitem__(self, layer: int) -> LayerScales:
         return self.layers[layer]
 

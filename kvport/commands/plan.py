@@ -152,12 +152,16 @@ def _table(plans: Sequence[Plan]) -> list[str]:
     section("one token, all layers")
     row("  codes", [show_bytes(p.per_token.codes) for p in plans])
     row("  scales and zeros", [show_bytes(p.per_token.metadata) for p in plans])
+    if any(p.per_token.outliers for p in plans):
+        row("  outliers", [show_bytes(p.per_token.outliers) for p in plans])
     row("  total", [show_bytes(p.per_token.total) for p in plans])
     if any(p.growth != p.per_token.total for p in plans):
         row("  total past the windows", [show_bytes(p.growth) for p in plans])
     section("one request, at rest")
     row("  codes", [show_bytes(p.stored.codes) for p in plans])
     row("  scales and zeros", [show_bytes(p.stored.metadata) for p in plans])
+    if any(p.stored.outliers for p in plans):
+        row("  outliers", [show_bytes(p.stored.outliers) for p in plans])
     if any(p.near for p in plans):
         row("  near tier", [f"{show_bytes(p.near)} ({p.near_tokens} tokens)" if p.near else "-" for p in plans])
     row("  page waste", [show_bytes(p.waste) for p in plans])

@@ -154,10 +154,10 @@ def test_latent_models_are_calibrated_by_what_they_cache(version: int, method: s
 
 
 def test_model_and_format_must_both_be_latent_or_neither(model: Any, ids: torch.Tensor) -> None:
-    with pytest.raises(LayoutError, match=r"latent=False do not go together"):
+    with pytest.raises(LayoutError, match=r"does not go with ordinary layers"):
         calibrate_model(model, ids, "latent=int8:channel:static,rope=bf16")
     with pytest.raises(
-        LayoutError, match=r"latent=True do not go together: latent layers take 'latent=CODE,rope=CODE'"
+        LayoutError, match=r"does not go with latent \(MLA\) layers .*: latent layers take 'latent=CODE,rope=CODE'"
     ):
         calibrate_model(mla(3), ids, "int8:channel:static")
 

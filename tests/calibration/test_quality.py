@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -240,6 +242,27 @@ def test_a_layer_with_a_format_of_its_own_is_refused() -> None:
         image = cache.export(sequence)
     with pytest.raises(ImageError, match="layer 1 key is not stored as int8"):
         inspect_image(image)
+
+
+@pytest.mark.parametrize(
+    "plane,change,message",
+    [
+        ("key.codes", lambda t: None, "layer 0 key of the image has no codes"),
+        ("key.codes", lambda t: t.flatten(), "layer 0 key of the image has no codes"),
+        ("key.codes", lambda t: t.to(torch.int64), "layer 0 key is not stored as int8"),
+        ("key.scale", lambda t: t[:1], "layer 0 key is not stored as int8"),
+        ("near.key.codes", lambda t: t.to(torch.int64), "image has near.key in torch.int64"),
+        ("near.value.codes", lambda t: t[0, 0, 0, 0], "layer 0 near.value of the image has no codes"),
+    ],
+)
+def test_an_image_whose_planes_cannot_be_is_refused(plane: str, change: Any, message: str) -> None:
+    _, k, v = qkv()
+    image = image_of("int8,recent=3", k[:40], v[:40])
+    planes = dict(image.layers[0])
+    planes[plane] = change(planes[plane])
+    layers = {0: {name: tensor for name, tensor in planes.items() if tensor is not None}}
+    with pytest.raises(ImageError, match=message):
+        inspect_image(dataclasses.replace(image, layers=layers))
 
 
 def test_reports_are_json() -> None:

@@ -200,3 +200,12 @@ def test_a_recipe_cannot_be_changed() -> None:
     made = recipe()
     with pytest.raises(TypeError):
         made.layers[0] = made.layers[1]  # type: ignore[index]
+
+
+def test_a_recipe_prints_in_one_line() -> None:
+    made = recipe("int8:channel:static", layers=3)
+    text = repr(made)
+    assert "int8:channel:static" in text
+    assert "3 layers" in text
+    assert made.digest()[:12] in text
+    assert len(text) < 120

@@ -398,6 +398,14 @@ def test_files_that_are_no_image(tmp_path: Path) -> None:
         PageImage.load(tmp_path / "nothing")
 
 
+def test_one_tensor_for_two_layers_is_written_twice(tmp_path: Path) -> None:
+    cache = hybrid("int8")
+    image = cache.export(support.fill(cache, 1, 6))
+    shared = edited(image, lambda layers: layers.update({2: layers[0]}))
+    shared.save(tmp_path / "image")
+    assert PageImage.load(tmp_path / "image").digests() == shared.digests()
+
+
 def test_a_failed_save_leaves_the_old_file_and_nothing_else(saved: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = saved.read_bytes()
     cache = hybrid("int4:g16")

@@ -403,7 +403,7 @@ def test_bytes_count_them() -> None:
     assert held == far.page_bytes * 5 == 5 * layout.groups[0].layout.canonical_page_bytes
 
 
-def test_the_plan_counts_them_as_metadata(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plan_counts_them_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = tmp_path / "config.json"
     config.write_text(
         json.dumps(
@@ -425,7 +425,10 @@ def test_the_plan_counts_them_as_metadata(tmp_path: Path, capsys: pytest.Capture
         [found[format]] = json.loads(capsys.readouterr().out)["plans"]
     dense, sparse = (plan["per_request"] for plan in found.values())
     assert sparse["codes"] == dense["codes"]
-    assert sparse["scales"] - dense["scales"] == 32 * 2 * 2 * 2 * 16 * 8  # pages, layers, sides, heads, entries, bytes
+    assert (sparse["scales"], dense["outliers"]) == (dense["scales"], 0)
+    assert sparse["outliers"] == 32 * 2 * 2 * 2 * 16 * 8  # pages, layers, sides, heads, entries, bytes
+    assert main([*command[:-1], "--format", "int4:g64"]) == 0
+    assert capsys.readouterr().out.count("  outliers  ") == 2
 
 
 # --- identity and refusals ------------------------------------------------------------------------------------------
@@ -490,3 +493,23 @@ def test_a_backend_that_does_not_declare_what_pages_hold_is_refused_by_its_name(
         open_layout(layout, scales=scales, backend=Unaware("cpu", torch.device("cpu")))
     assert feature in FEATURES - ATTENTION_FEATURES
     assert feature in TorchBackend("cpu", torch.device("cpu")).support(layout.groups[0].layout).features
+
+
+@pytest.mark.parametrize("count", [-1, 63, 2**31 - 1])
+def test_an_image_that_clipped_more_than_a_page_can_is_refused(count: int) -> None:
+    cache, sequence, scales = overflowing()
+    image = cache.export(sequence)
+    layers = {layer: dict(planes) for layer, planes in image.layers.items()}
+    counts = layers[1]["value.sparse_overflow"].clone()
+    other = tiered("int8:tensor:static:sparse=1", layers=2, scales=scales)
+    # 4 tokens of 16 channels, of which head 1 keeps one in its second page: 63 others.
+    counts[1, 0, 1] = 63
+    layers[1]["value.sparse_overflow"] = counts
+    kept = other.insert(dataclasses.replace(image, layers=layers))
+    assert [found.count for found in other.check()] == [63]
+    kept.free()
+    counts[1, 0, 1] = count if count != 63 else 64
+    before = support.snapshot(other)
+    with pytest.raises(ImageError, match="layer 1 value: a page of 64 numbers a head cannot have clipped"):
+        other.insert(dataclasses.replace(image, layers=layers))
+    assert support.snapshot(other) == before

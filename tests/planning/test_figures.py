@@ -197,3 +197,12 @@ def test_a_format_that_does_not_fit_is_refused_with_both_numbers() -> None:
 def test_a_layout_says_its_format_itself() -> None:
     with pytest.raises(InvalidArgument, match="one or the other"):
         plan(CacheLayout.uniform(layers=1, kv_heads=1, head_dim=64), "int8", tokens=10)
+
+
+def test_outliers_are_no_scales() -> None:
+    sparse = uniform("int4:g64:sparse=160", layers=1, kv_heads=1)
+    assert sparse.per_token.metadata == 2 * 2 * 4  # sides, groups, float32
+    assert sparse.per_token.outliers == 2 * 160 * 8 // 128
+    assert sparse.per_token.total == 128 + 16 + 20
+    channels = uniform("k=int4:g64:outliers=4,v=int4:g64", layers=1, kv_heads=1)
+    assert (channels.per_token.metadata, channels.per_token.outliers) == (16, 16)
