@@ -21,7 +21,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvport.backend import Backend, Plan, StepArrays, Store, Support, storage_features
+from kvport.backend import Backend, Limits, Plan, StepArrays, Store, Support, storage_features
 from kvport.errors import ScaleError, Unsupported
 from kvport.layout import GroupLayout
 from kvport.scales import LayerScales
@@ -423,22 +423,33 @@ class Held:
 
     def plan(self, rows: Sequence[Row], *, columns: int = 0) -> Planned:
         """Plan a batch; ``columns`` are columns of padding that the page table has beyond the longest sequence."""
-        table = _table(rows, columns)
+        arrays = self._arrays(rows, _table(rows, columns))
+        with poisoned_allocations():
+            plan = self.bench.backend.plan(self.store, arrays)
+        return Planned(plan, tuple(rows))
+
+    def refill(self, plan: Plan, limits: Limits, rows: Sequence[Row]) -> None:
+        """Fill a fixed plan with a batch; the sequences up to its limits are empty and have no queries."""
+        empty = [Row([], 0, 0)] * (limits.sequences - len(rows))
+        table = np.zeros((limits.sequences, limits.pages), np.int32)
+        for s, row in enumerate(rows):
+            table[s, : len(row.pages)] = row.pages
+        with poisoned_allocations():
+            self.bench.backend.refill(self.store, plan, self._arrays([*rows, *empty], table))
+
+    def _arrays(self, rows: Sequence[Row], table: npt.NDArray[np.int32]) -> StepArrays:
         counts = [row.queries for row in rows]
 
         def int32(values: Iterable[int]) -> Tensor:
             return torch.tensor(list(values), dtype=torch.int32)
 
-        arrays = StepArrays(
+        return StepArrays(
             page_table=torch.from_numpy(table),
             kv_start=int32(row.kv_start for row in rows),
             lengths=int32(row.length for row in rows),
             query_starts=int32([0, *np.cumsum(counts).tolist()]),
             query_positions=int32(row.position for row in rows),
         )
-        with poisoned_allocations():
-            plan = self.bench.backend.plan(self.store, arrays)
-        return Planned(plan, tuple(rows))
 
     def attend(
         self,
@@ -465,12 +476,27 @@ class Held:
             answer = self.bench.backend.attend(
                 self.store, layer, tensor, plan.plan, scale=scale, softcap=softcap, sinks=logits, partial=partial
             )
-        if not torch.equal(tensor, to_torch(query, name, self.device, form)):
+        if not torch.equal(torch.nan_to_num(tensor), torch.nan_to_num(to_torch(query, name, self.device, form))):
             raise Disagreement("attend changed its query argument")
-        out, lse = self._answer(answer, query, torch.float32 if partial else DTYPES[name])
         given = {"scale": scale, "softcap": softcap, "window": self.layout.window, "sinks": sinks}
+        return self.judge(answer, layer, plan.rows if judged else (), query, name=name, partial=partial, given=given)
+
+    def judge(
+        self,
+        answer: Any,
+        layer: int,
+        judged: Sequence[Row],
+        query: Float32Array,
+        *,
+        given: dict[str, Any],
+        name: str | None = None,
+        partial: bool = False,
+    ) -> tuple[Float32Array, Float32Array]:
+        """Compare what attend gave for these queries with the oracle; returns it as float32 on the host."""
+        name = name or self.bench.dtype
+        out, lse = self._answer(answer, query, torch.float32 if partial else DTYPES[name])
         first = 0
-        for s, row in enumerate(plan.rows if judged else ()):
+        for s, row in enumerate(judged):
             rows = slice(first, first := first + row.queries)
             content, ids = self.contents[layer], self._ids(layer, row)
             key, value = (content.decoded[n][ids] for n in ("key", "value"))

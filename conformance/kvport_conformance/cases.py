@@ -32,6 +32,7 @@ CHAPTERS: Final = (
     "features",
     "transfer",
     "tiers",
+    "graph",
     "robustness",
 )
 #: What every backend must pass; the others count by what a backend declares.

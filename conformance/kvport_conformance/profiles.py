@@ -34,8 +34,9 @@ def _kept(case: Case) -> bool:
 
 
 def _codes(case: Case) -> set[str]:
-    """Codes of K and V; of none where pages hold more than these, which has profiles of its own."""
-    return set() if case.geometry.latent or _kept(case) else {side.code for side in _sides(case)}
+    """Codes of K and V; of none where pages hold more than these, or steps are recorded, which has its own profiles."""
+    apart = case.geometry.latent or _kept(case) or case.chapter == "graph"
+    return set() if apart else {side.code for side in _sides(case)}
 
 
 def _core(case: Case) -> bool:
@@ -94,6 +95,7 @@ PROFILES: Final = (
         "sealing, sink and recent tokens in higher precision",
         lambda c: bool(_codes(c)) and c.chapter == "tiers",
     ),
+    Profile("graph", "steps that are recorded once and replayed", lambda c: c.chapter == "graph"),
     Profile(
         "features", "window, soft cap, sink logits, partials", lambda c: bool(_codes(c)) and c.chapter == "features"
     ),

@@ -185,7 +185,21 @@ class Served:
             answer = step.attend(
                 layer, to_torch(query, self.bench.dtype, device), scale=scale, softcap=softcap, sinks=logits
             )
-        out, lse = check_answer(answer, count, self.group, DTYPES[self.bench.dtype])
+        self.judge(answer, layer, tokens, query, scale=scale, softcap=softcap, sinks=sinks)
+
+    def judge(
+        self,
+        answer: Any,
+        layer: int,
+        tokens: Mapping[CacheSequence, Sequence[int]],
+        query: Array,
+        *,
+        scale: float | None = None,
+        softcap: float | None = None,
+        sinks: Array | None = None,
+    ) -> None:
+        """Judge what attend gave for these queries, each sequence over its own tokens."""
+        out, lse = check_answer(answer, len(query), self.group, DTYPES[self.bench.dtype])
         given = {
             "scale": 1.0 / math.sqrt(self.group.key_dim) if scale is None else scale,
             "softcap": softcap,

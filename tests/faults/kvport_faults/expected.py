@@ -104,6 +104,11 @@ HINTS: Final[dict[str, tuple[str, ...]]] = {
     "SinkScaled": ("the sink logits are scaled like scores",),
     "LseWithoutSink": ("the LSE leaves out the sink logits",),
     "ScaleIgnored": ("scaled by 1 / sqrt(key_dim)",),
+    # graph
+    "StaleLengths": _LAST_KEY,
+    "StalePositions": ("the key that a row stands on is not seen",),
+    "StaleRows": ("every element is 0",),  # of rows that were padding
+    "ReplaysTheRecordedResult": ("every element is 0",),  # all rows of the recording were padding
 }
 
 

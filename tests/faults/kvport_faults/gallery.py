@@ -11,7 +11,7 @@ from typing import Final
 from kvport_conformance.cases import Case, Result, run_case, select
 from kvport_faults.registry import FAULTS, Fault
 
-MODULES: Final = ("at_rest", "reading", "keeping", "sharing", "attending", "moving", "kept", "declaring")
+MODULES: Final = ("at_rest", "reading", "keeping", "sharing", "attending", "moving", "kept", "replaying", "declaring")
 
 #: The largest page of a survey's cases.
 SMALL_PAGE: Final = 48

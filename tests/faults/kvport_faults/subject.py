@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvport import codec
-from kvport.backend import Plan, StepArrays, Store, Support
+from kvport.backend import ATTENTION_FEATURES, Plan, StepArrays, Store, Support
 from kvport.formats import TensorFormat
 from kvport.layout import GroupLayout
 from kvport.scales import SideScales
@@ -30,7 +30,7 @@ class Subject(TorchBackend):
         super().__init__("cpu", torch.device("cpu"))
 
     def support(self, layout: GroupLayout) -> Support:
-        return Support(workspace="history")
+        return Support(workspace="history", features=ATTENTION_FEATURES | {"graph"})
 
     # -- append --------------------------------------------------------------------------------------------------
 
@@ -128,7 +128,12 @@ class Subject(TorchBackend):
                 continue
             key, value, seen = self.history(store, layer, host, s, starts[s + 1] - starts[s])
             out[rows], lse[rows] = self.softmax(layout, query[rows], key, value, seen, scale, softcap, sinks)
+        self.pad(out, lse, starts[-1])
         return out, lse
+
+    def pad(self, out: Tensor, lse: Tensor, first: int) -> None:
+        """Rows past the last sequence's, which only a fixed plan has."""
+        out[first:], lse[first:] = 0, -math.inf
 
     def arrays(self, plan: Plan) -> StepArrays:
         return plan.host
