@@ -9,7 +9,7 @@ import torch
 
 from kvport.backend import Limits, Plan
 from kvport.errors import OutOfPages
-from kvport_conformance.axes import BASE, FAMILIES, FORMATS, MODEL, families, geometry, kinds, product
+from kvport_conformance.axes import BASE, FAMILIES, FORMATS, MODEL, geometry, half_kinds, kinds, product
 from kvport_conformance.bench import Bench, Held, Planned, Row
 from kvport_conformance.cases import check
 from kvport_conformance.chapters.features import sinks
@@ -21,7 +21,11 @@ from kvport_conformance.verdicts import Disagreement
 CHAPTER: Final = "graph"
 
 
-@check(CHAPTER, families(), requires=("graph",))
+@check(
+    CHAPTER,
+    product(FAMILIES, (BASE,)) + half_kinds() + product(FORMATS, (BASE, MODEL), "full"),
+    requires=("graph",),
+)
 def decode(bench: Bench) -> None:
     """One decode graph: lengths cross pages, sequences come, go and swap rows, freed pages serve others."""
     served = Replayed(bench, 14, seqs=3, tokens=3, query=1)
@@ -95,7 +99,7 @@ def shared(bench: Bench) -> None:
     served.check()
 
 
-@check(CHAPTER, families(), requires=("graph",))
+@check(CHAPTER, kinds(), requires=("graph",))
 def other_magnitudes(bench: Bench) -> None:
     """Data many times larger or smaller than at the replay before: dynamic scales are those of the data."""
     served = Replayed(bench, 6, seqs=2, tokens=2, query=1)
