@@ -39,7 +39,8 @@ def test_it_passes_the_quick_cases(chapter: str, backend) -> None:  # type: igno
     cases = select(chapters=[chapter], formats=() if chapter == "tiers" else FORMATS)
     results = [run_case(case, backend) for case in cases if case.geometry.page_size <= 48]
     assert [(r.case.id, r.reason) for r in results if r.outcome in ("fail", "error")] == []
-    assert sum(r.outcome == "pass" for r in results) > len(results) // 3
+    passed = sum(r.outcome == "pass" for r in results)
+    assert passed == 0 if chapter == "graph" else passed > len(results) // 3  # it declares no graphs
 
 
 def test_what_it_cannot_do_it_declines_with_reasons(backend) -> None:  # type: ignore[no-untyped-def]
@@ -70,5 +71,5 @@ def test_the_suite_runs_on_it_as_a_user_would(tmp_path: Path) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "numpychip on numpychip" in done.stdout
+    assert "numpychip@numpychip" in done.stdout
     assert (tmp_path / "numpychip.json").is_file()

@@ -83,7 +83,7 @@ def test_the_generated_backend_passes_the_suite(package: Path) -> None:
         "--formats=int8",
         "-q",
     )
-    assert "my-chip on chip9" in out
+    assert "my-chip@chip9" in out
     assert " 0 fail, " in out
 
 

@@ -453,6 +453,8 @@ def attended(found: Attended) -> str:
                 where = "everywhere" if bad.all() else f"in query rows {_few(np.flatnonzero(bad.any(axis=1)))}"
                 causes = "never written, read from a slot that nobody wrote, or computed (0 / 0, inf - inf)"
                 return f"\n  NaN {where}: {causes}"
+    if not found.observed[0].any() and found.value.any():
+        return "\n  every element of the output is 0"
     return _line(words for words, answer in _mistakes(found) if _explains(found, answer))
 
 
@@ -475,10 +477,6 @@ def _mistakes(found: Attended) -> Iterator[tuple[str, Callable[[], Answer]]]:
     given, key, value, start = found.given, found.key, found.value, found.start
     query_heads, kv_heads = found.query.shape[1], key.shape[1]
     group = query_heads // kv_heads
-    if len(key) and not found.observed[0].any() and (found.value != 0).any():
-        ones = np.ones_like(found.observed[0]), np.ones_like(found.observed[1])
-        yield "every element is 0", lambda: (*found.observed, *ones)
-        return
 
     def but(**fields: Any) -> Callable[[], Answer]:
         return lambda: replace(found, **fields).answer()
