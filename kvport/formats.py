@@ -256,6 +256,8 @@ class TensorFormat:
     @classmethod
     def parse(cls, text: str) -> TensorFormat:
         """Parse the ``tensor`` rule of the grammar above; raises :class:`FormatError`."""
+        if not isinstance(text, str):
+            raise FormatError(f"a side's format is a string such as 'int4:g64', not {type(text).__name__}")
         code, *options = text.strip().split(":")
         granularity: Granularity = "token"
         group = 0

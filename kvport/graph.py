@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 import torch
 from torch import Tensor
 
-from kvport.arguments import whole_number
+from kvport.arguments import show, whole_number
 from kvport.backend import Limits, StepArrays
 from kvport.body import Body, Fresh, GroupArrays
 from kvport.errors import IncompleteStep, InvalidArgument, StepError, Unsupported
@@ -80,7 +80,9 @@ class Graph:
         self.limits = Limits(max_seqs, max_tokens, min(max_query, max_tokens), max_pages)
         self._cache = cache
         self._body = GraphBody(cache, max_tokens)
-        self._body._groups = [self._fixed(group) for group in range(len(cache.layout.groups))]
+        # Every replay writes these, whatever mode it runs in: tensors made in inference mode can only be written there.
+        with torch.inference_mode(False):
+            self._body._groups = [self._fixed(group) for group in range(len(cache.layout.groups))]
         self._function: Callable[[GraphBody], Any] | None = None
         self._repeat: Callable[[], Any] | None = None
 
@@ -97,6 +99,8 @@ class Graph:
         cache = self._cache
         cache._open("capture a graph of")
         cache._outside_step("capture a graph")
+        if not callable(body):
+            raise InvalidArgument(f"capture takes a function of one argument, the graph's step; got {show(body)}")
         if cache.backend.recording():
             raise StepError("a recording is in progress already; capture the graph outside it")
         self._repeat, self._function = None, body

@@ -25,7 +25,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from kvport.errors import KVPortError, ScaleError
+from kvport.arguments import show
+from kvport.errors import InvalidArgument, KVPortError, ScaleError
 from kvport.files import parse_json, write_atomically
 from kvport.formats import CacheFormat, TensorFormat
 from kvport.layout import CacheLayout
@@ -164,6 +165,8 @@ class Recipe(ScaleSource):
 
 def load_recipe(path: str | os.PathLike[str]) -> Recipe:
     """Read a recipe. Raises :class:`ScaleError` for anything but an intact one."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise InvalidArgument(f"load_recipe takes a path, got {show(path)}")
     try:
         with safe_open(os.fspath(path), framework="pt") as file:
             metadata = file.metadata() or {}

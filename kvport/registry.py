@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, get_args
 
+from kvport.arguments import show
 from kvport.errors import (
     BackendUnavailable,
     InvalidArgument,
@@ -57,12 +58,12 @@ def parse_device(text: str) -> DeviceString:
     if not isinstance(text, str):
         raise InvalidArgument(
             f"a device is given as a string such as 'cpu', 'cuda:1' or 'reference@cuda:0', got "
-            f"{type(text).__name__} {text!r}"
+            f"{type(text).__name__} {show(text)}"
         )
     match = re.fullmatch(r"(?:([^@:\s]+)@)?([^@:\s]+)(?::([0-9]{1,6}))?", text)
     if match is None:
         raise InvalidArgument(
-            f"{text!r} is no device string: it is [backend@]device[:index], such as 'cpu', 'cuda:1' or "
+            f"{show(text)} is no device string: it is [backend@]device[:index], such as 'cpu', 'cuda:1' or "
             "'reference@cuda:0', the index a number from 0"
         )
     backend, device_type, index = match.groups()

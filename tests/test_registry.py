@@ -87,7 +87,7 @@ def test_a_string_that_cannot_be_a_device(text: str) -> None:
     assert "[backend@]device[:index]" in str(caught.value)
 
 
-@pytest.mark.parametrize("value", [None, 0, b"cpu"])
+@pytest.mark.parametrize("value", [None, 0, b"cpu", pytest.param(10**5000, id="long")])
 def test_a_device_must_be_a_string(value: Any) -> None:
     with pytest.raises(InvalidArgument, match="given as a string"):
         parse_device(value)

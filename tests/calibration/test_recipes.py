@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 import kvport
-from kvport.errors import ScaleError
+from kvport.errors import InvalidArgument, ScaleError
 from kvport.layout import CacheLayout, LayerSpec
 from kvport.recipes import Recipe, load_recipe
 from kvport.scales import LayerScales, SideScales
@@ -209,3 +209,9 @@ def test_a_recipe_prints_in_one_line() -> None:
     assert "3 layers" in text
     assert made.digest()[:12] in text
     assert len(text) < 120
+
+
+@pytest.mark.parametrize("given", [None, 3, b"recipe.safetensors", ["a"]])
+def test_a_recipe_is_read_from_a_path(given: object) -> None:
+    with pytest.raises(InvalidArgument, match="load_recipe takes a path"):
+        load_recipe(given)  # type: ignore[arg-type]

@@ -264,6 +264,36 @@ def test_two_graphs_of_one_cache_take_turns() -> None:
 # --- capture --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("format", ["int8", "int4:g16,recent=4"])
+@pytest.mark.parametrize("inside", [True, False])
+def test_inference_mode_may_begin_and_end_between_replays(format: str, inside: bool) -> None:
+    results = []
+    for mode in (False, True):
+        with torch.inference_mode(mode and inside):
+            cache = support.uniform(format, page_size=4, pages=40)
+            sequence = support.fill(cache, 1, 9)
+            graph = cache.graph(max_seqs=1, max_tokens=2, max_pages=8)
+        inputs = Inputs(cache.layout, 2)
+        with torch.inference_mode(mode and inside):
+            graph.capture(inputs.body)
+        found = []
+        for replay in range(4):
+            with torch.inference_mode(mode and (replay % 2 == 0) != inside):
+                found += [tuple(t.clone() for t in p) for p in take(graph, inputs, {sequence: 2}, {sequence: 1})]
+        results.append(found)
+    assert equal(*results)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("given", [None, 3, "body", [torch.ones(1)]])
+def test_capture_takes_a_function(given: Any) -> None:
+    cache = support.uniform("int8", page_size=4, pages=40)
+    graph, inputs = graph_of(cache)
+    sequence = support.fill(cache, 1, 5)
+    with pytest.raises(InvalidArgument, match="capture takes a function of one argument"):
+        graph.capture(given)
+    take(graph, inputs, {sequence: 2}, {sequence: 1})  # what was recorded before is still there
+
+
 def test_capture_leaves_everything_as_it_was() -> None:
     cache = support.uniform("int8", layers=2, page_size=4)
     sequence = support.fill(cache, 1, 7, ids=range(7))

@@ -156,6 +156,8 @@ def test_what_cannot_be_is_refused_with_the_facts(text: str) -> None:
 def test_only_strings_and_formats_are_parsed(given: object) -> None:
     with pytest.raises(FormatError, match=type(given).__name__):
         CacheFormat.parse(given)  # type: ignore[arg-type]
+    with pytest.raises(FormatError, match=type(given).__name__):
+        TensorFormat.parse(given)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("count", [-1, 1.5, True, "4"])
