@@ -62,8 +62,8 @@ class Support:
     ``features`` is the subset of :data:`FEATURES` that is honoured for this layout; those of
     :data:`STORAGE_FEATURES` are not taken for granted. Tiers need "lse", by which they are merged; a rotation is done
     before rows reach a backend and needs nothing. ``scale_rule`` says, where not all static scales can be held exactly,
-    which can; :meth:`Backend.allocate` raises ``ScaleError`` for others, naming one. Nothing else may be decided as
-    late as that.
+    which can; :meth:`Backend.allocate` raises ``ScaleError`` for others, naming one. Scales that are all 1/64 (zeros
+    -2), numbers of every float dtype, must fit any such rule. Nothing else may be decided as late as that.
     """
 
     reasons: tuple[str, ...] = ()
@@ -85,6 +85,17 @@ def storage_features(layout: GroupLayout) -> frozenset[str]:
         "sparse": any(fmt.sparse for fmt in formats),
     }
     return frozenset(name for name, need in needed.items() if need)
+
+
+def unmet(support: Support, layout: GroupLayout, *, tiered: bool = False) -> tuple[str, ...]:
+    """Every reason why a backend that answers this cannot keep pages of ``layout``; empty for none.
+
+    Its own reasons, else the features that the pages need and it does not declare. ``tiered``: the pages are one tier
+    of two, which are merged by the LSE.
+    """
+    needed = storage_features(layout) | ({"lse"} if tiered else set())
+    lacking = tuple(f"feature {name} is not declared" for name in sorted(needed - support.features))
+    return support.reasons or lacking
 
 
 class Store:

@@ -72,12 +72,16 @@ SAMPLE_GEOMETRY: Final = "head_dim 128 (latent: 512 + 64), 8 query over 2 KV hea
 
 @dataclass(frozen=True)
 class FormatSupport:
-    """A backend's answer for one sample layout; no ``reasons`` means yes."""
+    """A backend's answer for one sample layout; no ``reasons`` means yes.
+
+    ``scale_rule``: which static scales it takes, where it does not take all.
+    """
 
     format: str
     reasons: tuple[str, ...]
     workspace: str
     features: tuple[str, ...]
+    scale_rule: str = ""
 
 
 @dataclass(frozen=True)
@@ -378,7 +382,8 @@ def _with_device(row: Listing, update: dict[str, Any]) -> Listing:
 
 def _capability(raw: dict[str, Any]) -> Capability:
     formats = tuple(
-        FormatSupport(f["format"], tuple(f["reasons"]), f["workspace"], tuple(f["features"])) for f in raw["formats"]
+        FormatSupport(f["format"], tuple(f["reasons"]), f["workspace"], tuple(f["features"]), f["scale_rule"])
+        for f in raw["formats"]
     )
     return Capability(**{**raw, "formats": formats})
 
@@ -412,7 +417,7 @@ def sample(selection: Selection, *, formats: tuple[str, ...] = SAMPLE_FORMATS) -
     """Load a selected backend and ask what it is and which of the sample layouts it supports."""
     import torch
 
-    from kvport.backend import operations, storage_features
+    from kvport.backend import operations, unmet
     from kvport.formats import CacheFormat
     from kvport.layout import CacheLayout, LayerSpec
     from kvport.tiers import make_lanes
@@ -428,18 +433,13 @@ def sample(selection: Selection, *, formats: tuple[str, ...] = SAMPLE_FORMATS) -
         try:
             supports = [backend.support(lane.layout) for lane in lanes]
             features = frozenset[str].intersection(*(support.features for support in supports))
-            reasons = tuple(dict.fromkeys(reason for support in supports for reason in support.reasons))
-            if not reasons:
-                lacking = {
-                    name
-                    for lane, support in zip(lanes, supports, strict=True)
-                    for name in storage_features(lane.layout) - support.features
-                }
-                if fmt.tiered and "lse" not in features:  # by which tiers are merged
-                    lacking.add("lse")
-                reasons = tuple(f"feature {name} is not declared" for name in sorted(lacking))
+            missing = [
+                unmet(support, lane.layout, tiered=fmt.tiered) for lane, support in zip(lanes, supports, strict=True)
+            ]
+            reasons = tuple(dict.fromkeys(reason for found in missing for reason in found))
             workspace = "history" if any(s.workspace == "history" for s in supports) else "bounded"
-            answer = FormatSupport(text, reasons, workspace, tuple(sorted(features)))
+            rule = "; ".join(dict.fromkeys(support.scale_rule for support in supports if support.scale_rule))
+            answer = FormatSupport(text, reasons, workspace, tuple(sorted(features)), rule)
         except Exception as error:
             answer = FormatSupport(text, (f"support() raised {describe(error)}",), "", ())
         answers.append(answer)

@@ -26,7 +26,7 @@ from dataclasses import asdict, astuple, dataclass
 from typing import Any, Final, Literal
 
 from kvport.arguments import whole_number
-from kvport.backend import Backend
+from kvport.backend import Backend, unmet
 from kvport.digests import part_of
 from kvport.errors import InvalidArgument
 from kvport.formats import CacheFormat, TensorFormat
@@ -121,7 +121,7 @@ class Plan:
     """The bytes of one format. See the module for the words.
 
     ``static_bytes``: calibrated scales, once for the cache. ``refusals``: why the backend that was asked cannot store
-    this; its bytes are unknown then.
+    this; its bytes are unknown then. ``scale_rule``: which static scales it takes, where it does not take all.
     """
 
     format: str
@@ -135,6 +135,7 @@ class Plan:
     lanes: tuple[LanePlan, ...]
     static_bytes: int
     fit: Fit | None
+    scale_rule: str = ""
 
     # -- per token ---------------------------------------------------------------------------------------------------
 
@@ -227,6 +228,7 @@ class Plan:
             "pin": self.pin,
             "backend": self.backend,
             "refusals": list(self.refusals),
+            "scale_rule": self.scale_rule,
             "per_token": {**asdict(token), "total": token.total, "growth_past_windows": self.growth},
             "per_request": {
                 **asdict(stored),
@@ -305,9 +307,15 @@ class _Planner:
                 self.tier_of[tiers.far], self.tier_of[tiers.near] = ("sealed", tiers), ("near", tiers)
         self.static_bytes = sum(_static_bytes(group) for group in layout.groups)
         self.refusals: tuple[str, ...] = ()
+        self.scale_rule = ""
         if backend is not None:
-            found = [reason for lane in self.lanes for reason in backend.support(lane.layout).reasons]
-            self.refusals = tuple(dict.fromkeys(found))
+            answers = [backend.support(lane.layout) for lane in self.lanes]
+            missing = [
+                unmet(answer, lane.layout, tiered=self.tiers[lane.group].tiered)
+                for lane, answer in zip(self.lanes, answers, strict=True)
+            ]
+            self.refusals = tuple(dict.fromkeys(reason for found in missing for reason in found))
+            self.scale_rule = "; ".join(dict.fromkeys(a.scale_rule for a in answers if a.scale_rule))
         asked = backend is not None and not self.refusals
         self.device_bytes = [backend.page_bytes(lane.layout) if asked and backend else None for lane in self.lanes]
         self.sizes = [
@@ -328,6 +336,7 @@ class _Planner:
             lanes=tuple(self._lane(number, tokens, requests) for number in range(len(self.lanes))),
             static_bytes=self.static_bytes,
             fit=None if memory is None else self._fit(memory, tokens, requests),
+            scale_rule=self.scale_rule,
         )
 
     def _lane(self, number: int, tokens: int, requests: int) -> LanePlan:

@@ -8,8 +8,12 @@
 
 DIR then holds ``questions.json`` (the open questions of docs/ascend.md, each with the numbers seen) and
 ``conformance.json`` (a report for ``kvport compare``). Each question calls the operator directly, so it is answered
-also where kvport refuses the chip; what raises is recorded with its message. The record says ``emulated`` where
-the operators were: such a record is no evidence about any device.
+also where kvport refuses the chip; what raises is recorded with its message. On a device each is asked in a process of
+its own, since an operator that fails may leave the device's context unusable, crash or hang. The record says
+``emulated`` where the operators were: such a record is no evidence about any device.
+
+The exit status is that of the conformance run: 0 passed, 1 some cases failed, 4 the backend is not usable; and 2 where
+nothing could be asked.
 """
 
 from __future__ import annotations
@@ -17,12 +21,14 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import os
 import platform
+import re
 import subprocess
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +39,8 @@ HEADS, KV_HEADS, DIM, PAGE, PAGES = 4, 2, 128, 128, 4
 LENGTHS = [200, 77]
 TABLE = [[3, 1], [2, 0]]
 SCALE = 0.09
+TIME_LIMIT = 300
+"""Seconds for one question on a device; the first call of an operator may compile it."""
 
 Answer = dict[str, Any]
 
@@ -138,6 +146,20 @@ def zero_query_row(device: str) -> Answer:
         "lse": float(lse[0, 1, 0, 0]),
         "lse_wanted": math.log(LENGTHS[0]),
         "other_rows_error": error(out[1].squeeze(1), wanted[1]),
+    }
+
+
+def zero_value_scales(device: str) -> Answer:
+    """What do V scales of zero give? Zeros are right; the source divides 127 by the largest weight times scale."""
+    tensors = case(5)
+    tensors["value_antiquant_scale"][:, 0] = 0
+    out, _ = attend(device, 5, tensors)
+    wanted, _ = expected(5, tensors)
+    group = HEADS // KV_HEADS
+    return {
+        "zeros": bool((out[:, :group] == 0).all()),
+        "first_numbers": out[0, 0, 0, :4].tolist(),
+        "other_heads_error": error(out[:, group:].squeeze(2), wanted[:, group:]),
     }
 
 
@@ -260,6 +282,7 @@ QUESTIONS: tuple[Callable[[str], Answer], ...] = (
     mode_5,
     mode_4,
     zero_query_row,
+    zero_value_scales,
     lse_base,
     skipped_slots,
     offset_sign,
@@ -273,18 +296,37 @@ QUESTIONS: tuple[Callable[[str], Answer], ...] = (
 )
 
 
-def ask(device: str, scope: AbstractContextManager[None]) -> dict[str, Answer]:
-    """Answers by question. What raises is an answer too: the operator's message is what is wanted then."""
-    found: dict[str, Answer] = {}
-    with scope:
-        for question in QUESTIONS:
-            text = " ".join((question.__doc__ or "").split())
-            try:
-                found[question.__name__] = {"question": text, **question(device)}
-            except Exception as raised:
-                last = traceback.format_exception_only(raised)[-1].strip()
-                found[question.__name__] = {"question": text, "raised": last}
-    return found
+def ask(device: str, question: Callable[[str], Answer]) -> Answer:
+    """One answer. What raises is an answer too: the operator's message is what is wanted then."""
+    try:
+        return {"question": text_of(question), **question(device)}
+    except Exception as raised:
+        last = traceback.format_exception_only(raised)[-1].strip()
+        return {"question": text_of(question), "raised": last}
+
+
+def ask_apart(device: str, question: Callable[[str], Answer], limit: float = TIME_LIMIT) -> Answer:
+    """The same in a process of its own, which may crash or hang."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "answer.json"
+        command = [sys.executable, __file__, f"--device={device}", f"--question={question.__name__}", f"--out={path}"]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False, timeout=limit)
+        except subprocess.TimeoutExpired:
+            return {"question": text_of(question), "raised": f"no answer within {limit} seconds"}
+        if path.exists():
+            answer: Answer = json.loads(path.read_text())
+            return answer
+        last = (done.stderr or done.stdout).strip().splitlines()[-5:]
+        return {
+            "question": text_of(question),
+            "raised": f"the process ended with exit status {done.returncode} and no answer",
+            "last_output": last,
+        }
+
+
+def text_of(question: Callable[[str], Answer]) -> str:
+    return " ".join((question.__doc__ or "").split())
 
 
 def plain(value: Any) -> Any:
@@ -308,41 +350,79 @@ def versions(device: str) -> dict[str, str]:
     return found
 
 
+def write(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(plain(content), indent=1, allow_nan=False) + "\n")
+
+
+def prepare(device: str) -> tuple[str, dict[str, str]]:
+    """The torch device that answers, and what is known of the operators. Raises ValueError with what is wrong."""
+    if device == "ascend@cpu":
+        from kvport_ascend.backend import load
+
+        return "cpu", load("cpu").facts()
+    match = re.fullmatch(r"(?:ascend@)?npu(?::(\d+))?", device)
+    if match is None:
+        raise ValueError(f"--device is {device!r}; npu:0 or another NPU, or ascend@cpu to try this script without one")
+    from kvport_ascend.probing import probe
+
+    answer = probe("npu")
+    if not answer.usable:
+        if "device_name" not in answer.facts:
+            raise ValueError(f"{device} is not usable for kvport: {answer.reason}")
+        print(f"{device} is not usable for kvport: {answer.reason}\nasking the questions all the same", file=sys.stderr)
+    return f"npu:{match[1] or 0}", dict(answer.facts)
+
+
+def answer_all(device: str, out: Path, facts: dict[str, str]) -> None:
+    """Ask everything; the record is written after each answer, so that an interruption keeps what came before."""
+    emulated = device == "cpu"
+    execution = "emulated" if emulated else "hardware"
+    answers: dict[str, Answer] = {}
+    record = {"schema": 1, "execution": execution, "versions": versions(device), "facts": facts, "questions": answers}
+    for question in QUESTIONS:
+        found = answers[question.__name__] = ask(device, question) if emulated else ask_apart(device, question)
+        write(out / "questions.json", record)
+        print(question.__name__, {key: value for key, value in found.items() if key != "question"}, flush=True)
+    print(f"execution: {execution}; wrote {out / 'questions.json'}")
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="conformance and open questions on an Ascend device")
     parser.add_argument("--device", default="npu:0", help="npu:0, or ascend@cpu to try this script")
     parser.add_argument("--out", type=Path, required=True, help="folder for the two JSON files")
     parser.add_argument("--skip-conformance", action="store_true", help="ask the questions only")
+    parser.add_argument("--question", choices=[q.__name__ for q in QUESTIONS], help="ask one, and write it to --out")
     given = parser.parse_args(arguments)
-    emulated = given.device.partition("@")[2] == "cpu"
-    scope: AbstractContextManager[None] = nullcontext()
-    if emulated:
+    try:
+        device, facts = prepare(given.device)
+        if given.question is None:
+            given.out.mkdir(parents=True, exist_ok=True)
+    except (ValueError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    if device == "cpu":
         from kvport_ascend import emulator
 
-        emulator.load()
-        scope = emulator.settings(numeric="planes")
-    else:
-        from kvport_ascend.probing import probe
+        numeric = os.environ.get("KVPORT_ASCEND_NUMERIC", "planes")
+        with emulator.settings(soc=facts["soc"], numeric=numeric):
+            return run(given, device, facts)
+    return run(given, device, facts)
 
-        answer = probe("npu")
-        if not answer.usable:
-            print(f"{given.device} is not usable for kvport: {answer.reason}", file=sys.stderr)
-            if "device_name" not in answer.facts:
-                return 2
-            print("asking the questions all the same", file=sys.stderr)
-    given.out.mkdir(parents=True, exist_ok=True)
-    device = "cpu" if emulated else given.device
-    execution = "emulated" if emulated else "hardware"
-    answers = ask(device, scope)
-    record = {"schema": 1, "execution": execution, "versions": versions(device), "questions": answers}
-    (given.out / "questions.json").write_text(json.dumps(plain(record), indent=1, allow_nan=False) + "\n")
-    for name, found in answers.items():
-        print(name, {key: value for key, value in found.items() if key != "question"})
-    print(f"execution: {execution}; wrote {given.out / 'questions.json'}")
+
+def run(given: argparse.Namespace, device: str, facts: dict[str, str]) -> int:
+    if given.question is not None:
+        write(given.out, ask(device, next(q for q in QUESTIONS if q.__name__ == given.question)))
+        return 0
+    answer_all(device, given.out, facts)
     if given.skip_conformance:
         return 0
+    report = given.out / "conformance.json"
     command = [sys.executable, "-m", "pytest", "--pyargs", "kvport_conformance", f"--backend={given.device}"]
-    return subprocess.run([*command, f"--report={given.out / 'conformance.json'}"], check=False).returncode
+    status = subprocess.run([*command, f"--report={report}"], check=False).returncode
+    print(
+        f"conformance ended with exit status {status}; {report} {'is its report' if report.exists() else 'is missing'}"
+    )
+    return status
 
 
 if __name__ == "__main__":

@@ -126,6 +126,17 @@ def test_text_of_a_capability(capsys: pytest.CaptureFixture[str], monkeypatch: p
         assert line in text
 
 
+def test_a_rule_for_static_scales_is_shown_once_for_its_formats() -> None:
+    def answer(text: str, rule: str) -> inspection.FormatSupport:
+        return inspection.FormatSupport(text, (), "bounded", (), rule)
+
+    found = inspection.Capability("cpu", "hardware", {}, {}, (
+        answer("int8", ""), answer("int8:channel:static", "each is even"), answer("int8:tensor:static", "each is even"),
+    ))  # fmt: skip
+    lines = [line.strip() for line in backends._capability(found) if "static scales" in line]
+    assert lines == ["static scales int8:channel:static  int8:tensor:static: each is even"]
+
+
 def test_the_sample_has_some_of_every_family() -> None:
     formats = [CacheFormat.parse(text) for text in inspection.SAMPLE_FORMATS]
     assert {side.code for fmt in formats for side in (fmt.key, fmt.value)} == set(CODES)

@@ -41,7 +41,7 @@ def test_links_lead_somewhere(path: Path) -> None:
         assert (path.parent / target).exists(), f"{path.name} links to {target}, which does not exist"
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/api.md", "docs/graphs.md"])
+@pytest.mark.parametrize("name", ["README.md", "docs/api.md", "docs/ascend.md", "docs/graphs.md"])
 def test_the_code_of_a_page_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """All Python blocks of a page, in order, as one program."""
     text = (ROOT / name).read_text(encoding="utf-8")

@@ -124,7 +124,9 @@ def scale_rule(layout: GroupLayout) -> str:
     if not sides:
         return ""
     dtype = dtype_name(layout.dtype)
-    rule = f"each scale is a {dtype} number, and so is its largest decoded value ({_quote('key_scale_dtype')})"
+    rule = (
+        f"each scale is a {dtype} number and decodes to nothing beyond {dtype}'s largest ({_quote('key_scale_dtype')})"
+    )
     return rule if all(fmt.symmetric for fmt in sides) else f"{rule}; each 128 + zero / scale is a {dtype} number"
 
 

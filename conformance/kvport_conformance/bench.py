@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import numpy as np
@@ -24,7 +25,7 @@ from torch import Tensor
 from kvport.backend import Backend, Limits, Plan, StepArrays, Store, Support, storage_features
 from kvport.errors import ScaleError, Unsupported
 from kvport.layout import GroupLayout
-from kvport.scales import LayerScales
+from kvport.scales import LayerScales, SideScales
 from kvport_conformance import hints, inputs, judge, oracle_attention, oracle_rotation
 from kvport_conformance.axes import Geometry, parse
 from kvport_conformance.cases import Case
@@ -163,12 +164,33 @@ class Bench:
         storage: dict[str, Tensor] | None = None,
     ) -> Store:
         """A store of the backend. Ends the case where these static scales break the rule that it declared for them."""
-        try:
+        with self.judging_scales(layout, scales):
             return self.backend.allocate(layout, pages, scales=scales, storage=storage)
+
+    @contextmanager
+    def judging_scales(self, layout: GroupLayout, scales: Iterable[LayerScales] | None) -> Iterator[None]:
+        """Inside, a ScaleError ends the case as not supported, where the backend declared a rule for static scales.
+
+        It is a disagreement where no rule was declared, and where the rule declines scales that every float dtype
+        holds: then it is no rule but a refusal, which support() must make.
+        """
+        try:
+            yield
         except ScaleError as refusal:
-            if rule := self.backend.support(layout).scale_rule:
-                raise NotSupported(f"declared of static scales: {rule}") from refusal
-            raise
+            rule = self.backend.support(layout).scale_rule
+            if not rule or scales is None:
+                raise Disagreement(
+                    f"ScaleError for scales that support() says nothing of: {refusal}; a backend that cannot hold all "
+                    "static scales declares which it can, as Support.scale_rule"
+                ) from refusal
+            try:
+                self.backend.allocate(layout, 2, scales=[_plain_scales(layer) for layer in scales])
+            except ScaleError as again:
+                raise Disagreement(
+                    f"scale_rule {rule!r} takes not even scales of 1/64 and zeros of -2: {again}; "
+                    "decline the format in support()"
+                ) from again
+            raise NotSupported(f"declared of static scales: {rule}") from refusal
 
     def gives_lse(self, layout: GroupLayout) -> bool:
         """Whether attend's LSE means anything for this layout; where it does not, it must not look as if it did."""
@@ -219,6 +241,18 @@ class Bench:
     def held(self, pages: int, layout: GroupLayout | None = None, *, fill: int | None = FILL, **how: Any) -> Held:
         """A fresh store of this many pages (the spare included), every byte of it ``fill``."""
         return Held(self, layout or self.layout(), pages, fill=fill, **how)
+
+
+def _plain_scales(layer: LayerScales) -> LayerScales:
+    """The same with scales of 1/64 and zeros of -2."""
+
+    def plain(side: SideScales | None) -> SideScales | None:
+        if side is None:
+            return None
+        zero = None if side.zero is None else torch.full_like(side.zero, -2.0)
+        return SideScales(torch.full_like(side.scale, 1 / 64), zero)
+
+    return replace(layer, key=plain(layer.key), value=plain(layer.value))
 
 
 @dataclass(frozen=True)

@@ -68,13 +68,9 @@ class Served:
         rotate = self.layout.format.rotate
         self.contents = [bench.content(self.group, layer, rotate) for layer in range(shape.layers)]
         scales = {layer: content.scales() for layer, content in enumerate(self.contents)}
-        self.cache = PagedCache(
-            bench.backend,
-            self.layout,
-            [pages],
-            scales=scales if self.group.format.calibrated else None,
-            share_prefixes=share,
-        )
+        given = scales if self.group.format.calibrated else None
+        with bench.judging_scales(self.group, None if given is None else given.values()):
+            self.cache = PagedCache(bench.backend, self.layout, [pages], scales=given, share_prefixes=share)
         # Suites may look behind the curtain where users may not: nothing unwritten is to be trusted.
         for store in self.cache._stores:
             for buffer in bench.backend.buffers(store).values():

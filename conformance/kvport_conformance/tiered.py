@@ -47,9 +47,9 @@ class Tiered:
         ]
         layout = cache_layout(bench.case.format, shape)
         scales = {layer: content.scales() for layer, content in enumerate(self.far_contents)}
-        self.cache = PagedCache(
-            bench.backend, layout, [pages, near_pages], scales=scales if self.far_layout.format.calibrated else None
-        )
+        given = scales if self.far_layout.format.calibrated else None
+        with bench.judging_scales(self.far_layout, None if given is None else given.values()):
+            self.cache = PagedCache(bench.backend, layout, [pages, near_pages], scales=given)
         for store in self.cache._stores:
             for buffer in bench.backend.buffers(store).values():
                 fill_bytes(buffer, FILL)

@@ -96,6 +96,9 @@ def _capability(found: Capability) -> Iterator[str]:
     if history := [answer.format for answer in supported if answer.workspace == "history"]:
         which = "every format" if len(history) == len(supported) else "  ".join(history)
         yield from _field("  memory", f"attend grows with the history for {which}")
+    for rule in dict.fromkeys(answer.scale_rule for answer in supported if answer.scale_rule):
+        which = "  ".join(answer.format for answer in supported if answer.scale_rule == rule)
+        yield from _field("  static scales", f"{which}: {rule}")
     for kind in ("native", "inherited"):
         names = [name for name, how in found.operations.items() if how == kind]
         yield from _field(f"  {kind}", ", ".join(names) or "none")

@@ -128,6 +128,7 @@ def render(model: ModelGeometry, plans: Sequence[Plan], devices: int = 1) -> lis
     lines += _table(plans)
     notes = [*model.notes]
     notes += [f"{p.format}: backend {p.backend} cannot store this: {reason}" for p in plans for reason in p.refusals]
+    notes += [f"{p.format}: static scales that {p.backend} takes: {p.scale_rule}" for p in plans if p.scale_rule]
     if any(p.near_tokens for p in plans):
         notes.append(
             f"near pool: a request holds recent + page size + 1 tokens and its sinks, the one whose prompt is read "

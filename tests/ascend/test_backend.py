@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -593,6 +594,44 @@ def test_what_torch_takes_by_default_changes_nothing(format: str, dim: int, nume
     finally:
         torch.set_default_dtype(before)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_caches_of_several_chips_live_side_by_side() -> None:
+    """In threads, and step by step in turn: each follows its own chip's rules and its own arithmetic."""
+    layout = make_layout(layers=1)
+    key, value, query = (rows(61, heads, 64, seed, torch.bfloat16) for heads, seed in ((2, 1), (2, 2), (4, 3)))
+    kinds = [(soc, numeric) for soc in ("A2", "A3", "950") for numeric in ("planes", "exact")]
+    spans = ((0, 33), (33, 34), (34, 60), (60, 61))
+
+    def make(kind: tuple[str, str]) -> PagedCache:
+        return PagedCache(load_emulated(soc=kind[0], numeric=kind[1]), layout, [8])
+
+    def run(kind: tuple[str, str]) -> list[torch.Tensor]:
+        cache = make(kind)
+        sequence, found = cache.sequence(), []
+        for start, end in spans:
+            with cache.step({sequence: end - start}) as step:
+                step.append(0, key[start:end], value[start:end])
+                found += step.attend(0, query[start:end])
+        return found
+
+    alone = {kind: run(kind) for kind in kinds}
+    assert not torch.equal(alone["A3", "planes"][3], alone["A3", "exact"][3])
+    with ThreadPoolExecutor(len(kinds)) as pool:
+        together = list(pool.map(run, kinds * 3))
+    caches = {kind: make(kind) for kind in kinds}
+    sequences = {kind: cache.sequence() for kind, cache in caches.items()}
+    in_turn: dict[tuple[str, str], list[torch.Tensor]] = {kind: [] for kind in kinds}
+    for start, end in spans:
+        steps = {kind: cache.step({sequences[kind]: end - start}) for kind, cache in caches.items()}
+        for step in steps.values():
+            step.append(0, key[start:end], value[start:end])
+        for kind, step in steps.items():
+            in_turn[kind] += step.attend(0, query[start:end])
+        for step in steps.values():
+            step.commit()
+    for kind, found in [*zip(kinds * 3, together, strict=True), *in_turn.items()]:
+        assert all(torch.equal(a, b) for a, b in zip(found, alone[kind], strict=True)), kind
 
 
 def test_poison_reaches_its_own_head_only(numeric: str) -> None:

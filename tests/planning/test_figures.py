@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kvport
-from kvport.backend import Support
+from kvport.backend import ATTENTION_FEATURES, Support
 from kvport.errors import InvalidArgument, LayoutError
 from kvport.layout import CacheLayout, GroupLayout, LayerSpec
 from kvport.planning import Plan, plan
@@ -130,7 +130,11 @@ class Padded(TorchBackend):
         return -(-layout.canonical_page_bytes // 4096) * 4096
 
     def support(self, layout: GroupLayout) -> Support:
-        return Support(("page size 64: only 128",) if layout.page_size == 64 else ())
+        return Support(
+            ("page size 64: only 128",) if layout.page_size == 64 else (),
+            features=ATTENTION_FEATURES - ({"lse"} if layout.page_size == 32 else set()),
+            scale_rule="each is even" if layout.format.static else "",
+        )
 
 
 def test_the_backends_padding_is_counted_beside_the_canonical_bytes() -> None:
@@ -141,6 +145,22 @@ def test_the_backends_padding_is_counted_beside_the_canonical_bytes() -> None:
     assert found.request_device_bytes == 2 * 4096
     assert found.pool_bytes == 3 * 4096
     assert found.refusals == ()
+
+
+def test_what_a_backend_does_not_declare_is_refused_as_at_open() -> None:
+    backend = Padded("cpu", torch.device("cpu"))
+    for format, page_size, feature in (("int8:outliers=4", 16, "outliers"), ("int8,recent=32", 32, "lse")):
+        layout = CacheLayout.uniform(layers=1, kv_heads=1, head_dim=64, format=format, page_size=page_size)
+        assert plan(layout, tokens=32, backend=backend).refusals == (f"feature {feature} is not declared",)
+
+
+def test_a_rule_for_static_scales_is_passed_on() -> None:
+    backend = Padded("cpu", torch.device("cpu"))
+    for format, rule in (("int8:channel:static", "each is even"), ("int8", "")):
+        layout = CacheLayout.uniform(layers=1, kv_heads=1, head_dim=64, format=format, page_size=16)
+        found = plan(layout, tokens=32, backend=backend)
+        assert found.refusals == ()
+        assert found.scale_rule == found.to_json()["scale_rule"] == rule
 
 
 def test_a_backend_that_refuses_is_quoted_and_its_bytes_are_unknown() -> None:

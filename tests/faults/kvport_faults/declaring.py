@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvport.backend import Plan, StepArrays, Store, Support
-from kvport.errors import Unsupported
+from kvport.errors import ScaleError, Unsupported
 from kvport.formats import TensorFormat
 from kvport.layout import GroupLayout
 from kvport.scales import LayerScales
@@ -59,6 +59,45 @@ class RefusedThenAccepted(Subject):
             return super().allocate(layout, pages, scales=scales, storage=storage)
         finally:
             self.asked = False
+
+
+@fault("scales", "wrong refusal")
+class ScalesRefusedUnannounced(Subject):
+    """Static scales that are no bfloat16 numbers are declined in allocate, and support() does not say so."""
+
+    def allocate(
+        self,
+        layout: GroupLayout,
+        pages: int,
+        *,
+        scales: Sequence[LayerScales] | None = None,
+        storage: Mapping[str, Tensor] | None = None,
+    ) -> TorchStore:
+        for layer in scales or ():
+            for side in (layer.key, layer.value):
+                if side is not None and bool((side.scale.bfloat16() != side.scale).any()):
+                    raise ScaleError("scales must be bfloat16 numbers")
+        return super().allocate(layout, pages, scales=scales, storage=storage)
+
+
+@fault("scales", "accepted and ignored")
+class ScaleRuleTakesNothing(Subject):
+    """support() takes static formats with a rule for their scales, and allocate then declines whatever is given."""
+
+    def support(self, layout: GroupLayout) -> Support:
+        return replace(super().support(layout), scale_rule="any number" if layout.format.static else "")
+
+    def allocate(
+        self,
+        layout: GroupLayout,
+        pages: int,
+        *,
+        scales: Sequence[LayerScales] | None = None,
+        storage: Mapping[str, Tensor] | None = None,
+    ) -> TorchStore:
+        if layout.format.static:
+            raise ScaleError("these scales do not fit")
+        return super().allocate(layout, pages, scales=scales, storage=storage)
 
 
 @fault("robustness", "refusal without a reason")
