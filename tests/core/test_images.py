@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ from core_support import FORMATS
 from safetensors import safe_open
 
 from kvport import CacheFormat, CacheLayout, ImageError, OutOfPages, PagedCache, PageImage, Sequence, SideScales
+from kvport_cpu import reference
 
 MORE_FORMATS = (*FORMATS, "bf16", "fp16", "int2:g32:asym:scale=bf16", "k=int8:scale=fp16,v=int4:g16")
 
@@ -184,6 +186,24 @@ def test_static_formats_travel_with_equal_scales_only() -> None:
 
 
 # --- refusals in memory ---------------------------------------------------------------------------------------------
+
+
+def test_flags_stay_with_the_pages_and_none_is_left_for_an_image() -> None:
+    layout = CacheLayout.uniform(layers=1, kv_heads=1, head_dim=16, page_size=4, format="int8:tensor:static")
+    scales = support.unit_scales(layout, SideScales(0.02))
+    cache = PagedCache(reference.load("cpu"), layout, [3], scales=scales)
+    clean, poisoned = support.fill(cache, 1, 4), cache.sequence()
+    image = cache.export(clean)
+    with cache.step({poisoned: 4}) as step:
+        step.append(0, torch.full((4, 1, 16), math.nan), torch.ones(4, 1, 16))
+    assert [found.position for found in cache.check()] == [0]
+    flagged = cache.export(poisoned)
+    poisoned.free()
+    copy = cache.insert(image)  # takes the page that was flagged
+    assert cache.check() == ()
+    copy.free()
+    cache.insert(flagged)  # as documented: the image has the codes, and no flag
+    assert cache.check() == ()
 
 
 def test_an_image_of_another_kind_of_cache_is_refused() -> None:
