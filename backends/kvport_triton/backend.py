@@ -545,7 +545,9 @@ class TritonBackend(TorchBackend):
             return run
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.device(self.torch_device), torch.cuda.graph(graph):
+            # A stream of this device: torch would share one of whichever device recorded first.
+            stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
+            with torch.cuda.device(self.torch_device), torch.cuda.graph(graph, stream=stream):
                 result = run()
         except RuntimeError as error:
             raise StepError(
