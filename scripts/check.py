@@ -83,6 +83,17 @@ CHECKS = {
         (f"pytest --pyargs kvport_conformance --backend=cpu -n {WORKERS}",),
         installed=True,
     ),
+    "gallery": Check(
+        "every seeded fault, and the correct backend under all five seeds (otherwise each case meets one of them)",
+        (f"pytest tests/faults -n {WORKERS}",),
+        default=False,
+        environment={"KVPORT_GALLERY": "all"},
+    ),
+    "full": Check(
+        "the suite's full tier on the CPU reference",
+        (f"pytest conformance --backend=cpu --tier=full -n {WORKERS}",),
+        default=False,
+    ),
     "long": Check(
         "kvport's own tests with the long random runs",
         (f"pytest tests -n {WORKERS}",),
@@ -94,7 +105,12 @@ CHECKS = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run the project's checks.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(CHECKS)} (default: all but long)")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help=f"of {', '.join(CHECKS)} (default: all but {', '.join(name for name, check in CHECKS.items() if not check.default)})",
+    )
     parser.add_argument("--list", action="store_true", help="print the checks and their commands")
     args = parser.parse_args()
     if unknown := [name for name in args.names if name not in CHECKS]:

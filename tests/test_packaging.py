@@ -191,8 +191,9 @@ def test_every_check_has_its_tox_environment() -> None:
     )
     checks = set(re.findall(r"^(\w+):", done.stdout, flags=re.MULTILINE))
     environments = {name.strip() for name in tox["tox"]["env_list"].split(",")}
-    assert environments == checks - {"long"}
-    assert "testenv:long" in tox
+    by_name = {"gallery", "full", "long"}
+    assert environments == checks - by_name
+    assert {f"testenv:{name}" for name in by_name} <= set(tox)
     for section in ("testenv", *(f"testenv:{name}" for name in checks if f"testenv:{name}" in tox)):
         if commands := tox[section].get("commands"):
             # Where tox installs the wheel itself, the command is the one of scripts/check.py with the backend open.
