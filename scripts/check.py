@@ -105,12 +105,9 @@ CHECKS = {
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run the project's checks.")
-    parser.add_argument(
-        "names",
-        nargs="*",
-        metavar="NAME",
-        help=f"of {', '.join(CHECKS)} (default: all but {', '.join(name for name, check in CHECKS.items() if not check.default)})",
-    )
+    by_name = ", ".join(name for name, check in CHECKS.items() if not check.default)
+    known = f"of {', '.join(CHECKS)} (default: all but {by_name})"
+    parser.add_argument("names", nargs="*", metavar="NAME", help=known)
     parser.add_argument("--list", action="store_true", help="print the checks and their commands")
     args = parser.parse_args()
     if unknown := [name for name in args.names if name not in CHECKS]:
