@@ -98,7 +98,8 @@ class TritonBackend(TorchBackend):
                 "fp8_e4m3 codes: this GPU has compute capability {}.{}, their conversion needs {}.{}; fp8_e5m2 and "
                 "int8 work".format(*self.capability, *FP8_CAPABILITY)
             )
-        return Support(reasons=tuple(found), features=ATTENTION_FEATURES | {"graph"})
+        stored = {"latent"} if layout.latent else set()
+        return Support(reasons=tuple(found), features=ATTENTION_FEATURES | {"graph"} | stored)
 
     def page_bytes(self, layout: GroupLayout) -> int:
         # The private layout is a permutation of the canonical planes; static integers add a flag per page and layer.
