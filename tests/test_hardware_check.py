@@ -79,3 +79,14 @@ def test_paths_that_the_parts_name_exist(check: ModuleType) -> None:
             word for command in part.commands for word in command if word.startswith(str(SCRIPT.parent.parent))
         ):
             assert Path(word).exists(), word
+
+
+def test_a_script_finds_the_modules_beside_it(
+    check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "neighbour.py").write_text("SAID = 'found'\n", encoding="utf-8")
+    (tmp_path / "timed.py").write_text("from neighbour import SAID\nprint(SAID)\n", encoding="utf-8")
+    monkeypatch.setattr(check, "PARTS", {"timed": check.Part("", 1, 60, ((str(tmp_path / "timed.py"),),))})
+    monkeypatch.setattr(sys, "argv", ["check", "--out", str(tmp_path / "out"), "--parts", "timed"])
+    assert check.main() == 0
+    assert "found" in (tmp_path / "out" / "timed.txt").read_text(encoding="utf-8").splitlines()
