@@ -29,7 +29,7 @@ from report_support import (
 )
 
 from kvport.cli import main
-from kvport.reports import Manifest, Report, sealed, text, verify
+from kvport.reports import Manifest, Report, compare, sealed, text, verify
 from kvport.reports.reading import digest, read, schema, schema_faults
 
 ROOT = Path(__file__).parents[2]
@@ -311,11 +311,25 @@ def test_the_schema_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify-report"]) == 1
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "docs" / "reports").glob("*.json")), ids=lambda p: p.name)
-def test_every_committed_report_is_sound(path: Path) -> None:
-    found = verify(read(path), Manifest.installed())
-    assert found.findings == ()
-    assert path.with_suffix(".md").exists()
+COMMITTED = sorted((ROOT / "docs" / "reports").glob("*.json"))
+
+
+@pytest.mark.parametrize("path", COMMITTED, ids=lambda p: p.name)
+def test_every_committed_report_is_sound_and_listed_as_what_it_is(path: Path) -> None:
+    report = read(path)
+    assert verify(report, Manifest.installed()).findings == ()
+    page = (ROOT / "docs" / "reports" / "README.md").read_text(encoding="utf-8")
+    [row] = [line for line in page.splitlines() if line.startswith(f"| [{path.name}]({path.name})")]
+    counts = report.record["counts"]
+    assert row.endswith(f"| {counts['pass']} | {counts['fail'] + counts['error']} | {counts['unsupported']} |")
+    assert f"| {'hardware' if report.hardware else f'**{report.execution}**'}" in row
+
+
+def test_the_committed_reports_agree_where_both_ran() -> None:
+    found = compare([read(path) for path in COMMITTED], Manifest.installed())
+    assert found.agreement
+    assert "NOT OF HARDWARE" in found.verdict
+    assert found.pairs[0].total.shared >= 234
 
 
 def test_a_report_of_the_installed_manifest_is_verified_whole(
