@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-# ruff: noqa: N803, N806, E741, SIM108
+# ruff: noqa: N803, N806, E741, SIM102, SIM108
 # Triton's language is not typed Python: tensors, constexprs and pointers share one notation, compile-time names are in
 # capitals, and what depends on one of them is an if statement, never a conditional expression. Calls keep their
 # arguments in lines by meaning (K, V, static, geometry), not one a line.
@@ -219,6 +219,10 @@ def decode_kernel(
     item = ITEMS + (tl.program_id(0) // heads) * ITEM_FIELDS
     sequence = tl.load(item)
     row = tl.load(item + 1)
+    tokens = tl.load(item + 2)
+    if INTERP:  # an item without query tokens is a graph's padding; a GPU lets it run, with nothing to load or store
+        if tokens == 0:
+            return
     start = tl.load(item + 4)
     end = tl.load(item + 5)
     tile_first = tl.load(item + 6)
@@ -227,7 +231,7 @@ def decode_kernel(
     part = tl.load(item + 9)
 
     r = tl.arange(0, N)
-    live = (r < group) & (r * 0 + tl.load(item + 2) > 0)  # an item without query tokens is padding
+    live = (r < group) & (r * 0 + tokens > 0)
     q_heads = h * group + tl.where(live, r, 0)
     K_USED: tl.constexpr = K_DIM // (K_GROUPS * K_PER_BYTE)
     K_WIDTH: tl.constexpr = triton.next_power_of_2(K_USED)
