@@ -354,7 +354,7 @@ class LastHeadFromFirst(Planes):
         planes["codes"] = codes
 
 
-@fault("append", "head dim")
+@fault("append", "head dim", about="-d128-")
 class AmaxOverSixtyFour(Subject):
     """The largest magnitude is taken over the first 64 channels of a head."""
 
@@ -471,7 +471,7 @@ class ScalesItsInput(Subject):
         return rows
 
 
-@fault("append", "float code saturation")
+@fault("append", "float code saturation", about="fp8")
 class Fp8Overflows(Subject):
     """Values above the largest fp8 code become NaN instead of saturating."""
 

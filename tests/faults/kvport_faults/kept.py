@@ -58,7 +58,7 @@ class _LastDropped(StoredSide):
         return put_channels(found, last, take_channels(plain, last))
 
 
-@fault("attention", "outlier channel dropped")
+@fault("attention", "outlier channel dropped", about="outliers=")
 class OutlierChannelDropped(Complete):
     """The last outlier channel of each head is read from its code, not from where it is kept."""
 
@@ -219,7 +219,7 @@ class _OneFormat(StoredSide):
         return super().encode(rows.to(torch.bfloat16).float() if self.name == "rope" else rows)
 
 
-@fault("append", "latent and rope parts by one rule")
+@fault("append", "latent and rope parts by one rule", about="rope=")
 class RopePartInHalf(Complete):
     """The rotary part passes through bfloat16, whatever its own format is."""
 
@@ -229,7 +229,7 @@ class RopePartInHalf(Complete):
 # --- rotation ---------------------------------------------------------------------------------------------------------
 
 
-@fault("attention", "dtype of rotated rows")
+@fault("attention", "dtype of rotated rows", about="rotate=")
 class RotatedKeysRounded(Complete):
     """K is rounded to the model's dtype before it is encoded; rotated rows of a half-precision model are float32."""
 

@@ -11,12 +11,16 @@ from kvport_faults.subject import Subject
 
 @dataclass(frozen=True)
 class Fault:
-    """One faulty backend: the chapter that rejects it, its kind, and what is wrong in one sentence."""
+    """One faulty backend: the chapter that rejects it, its kind, and what is wrong in one sentence.
+
+    ``about`` is part of the ids of the few cases that can see it; they come first, so that it is rejected quickly.
+    """
 
     name: str
     chapter: str
     kind: str
     make: Callable[[], Subject]
+    about: str = ""
 
     @property
     def summary(self) -> str:
@@ -26,7 +30,7 @@ class Fault:
 FAULTS: Final[dict[str, Fault]] = {}
 
 
-def fault(chapter: str, kind: str) -> Callable[[type[Subject]], type[Subject]]:
+def fault(chapter: str, kind: str, *, about: str = "") -> Callable[[type[Subject]], type[Subject]]:
     """Register a faulty backend under the name of its class."""
 
     def register(made: type[Subject]) -> type[Subject]:
@@ -34,7 +38,7 @@ def fault(chapter: str, kind: str) -> Callable[[type[Subject]], type[Subject]]:
             raise ValueError(f"two faults are named {made.__name__}")
         if not made.__doc__:
             raise ValueError(f"fault {made.__name__} does not say what is wrong")
-        FAULTS[made.__name__] = Fault(made.__name__, chapter, kind, made)
+        FAULTS[made.__name__] = Fault(made.__name__, chapter, kind, made, about)
         return made
 
     return register
