@@ -279,15 +279,20 @@ def _waiver(item: pytest.Item) -> dict[str, str] | None:
     return next((known.get(v["id"]) for k, v in item.user_properties if k == reporting.CASE_KEY), None)  # type: ignore[index]
 
 
+def _until(waiver: dict[str, str]) -> str:
+    """How long a waiver holds and why, as lines name it."""
+    return f"until {waiver['expires']}: {waiver['reason']}" + (f" ({waiver['issue']})" if waiver["issue"] else "")
+
+
 def _apply(
     waiver: dict[str, str], made: pytest.TestReport, item: pytest.Item, outcome: reporting.Outcome, reason: str
 ) -> tuple[reporting.Outcome, str]:
     """What a waiver makes of a case's result. It waives failures, not what is declined or breaks around them."""
-    until = f"until {waiver['expires']}: {waiver['reason']}" + (f" ({waiver['issue']})" if waiver["issue"] else "")
+    until = _until(waiver)
     if waiver["state"] == "expired":
         if outcome == "fail":
-            reason += f"\n  its waiver ({waiver['source']}) has expired, it held {until}"
-            made.longrepr = f"{made.longrepr}\n  its waiver ({waiver['source']}) has expired, it held {until}"
+            expired = f"\n  its waiver ({waiver['source']}) has expired, it held {until}"
+            reason, made.longrepr = f"{reason}{expired}", f"{made.longrepr}{expired}"
     elif outcome == "fail":
         made.outcome = "skipped"
         made.longrepr = str(item.path), item.location[1] or 0, f"waived {until}; fails: {reason}"
@@ -363,8 +368,7 @@ class _Run:
         ]
         waiver = next((w for phase in phases if (w := getattr(phase, "kvport_waiver", None))), None)
         if outcome == "waived" and waiver:
-            issue = f" ({waiver['issue']})" if waiver["issue"] else ""
-            self.waived[f"until {waiver['expires']}: {waiver['reason']}{issue}"] += 1
+            self.waived[_until(waiver)] += 1
             records = [{**record, "waiver": waiver} for record in records]
         self.results.add(nodeid, records, outcome, sum(phase.duration for phase in phases), reason)
         others = [(key, value) for key, value in phases[-1].user_properties if key != reporting.CASE_KEY]

@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from kvport.digests import PARTS
 from kvport.errors import KVPortError
-from kvport.reports.reading import Report, ReportError
+from kvport.reports.reading import Report, ReportError, shown
 from kvport.reports.tensors import Tensors, first_difference, largest_answer_difference
 from kvport.reports.verifying import Manifest, ProfileVerdict, profile_verdicts
 
@@ -117,6 +117,11 @@ class Column:
     lacks: tuple[tuple[str, int], ...]  # (reason, cases)
     missing: int  # cases of the tier that were not run
     arrays: bool
+
+    @property
+    def name(self) -> str:
+        """Number and label, as every rendering names it."""
+        return f"{self.number} {shown(self.label)}"
 
     @property
     def short(self) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from html import escape
 
 from kvport.reports import plots
-from kvport.reports.comparing import Column, Comparison
+from kvport.reports.comparing import Comparison
 from kvport.reports.reading import shown
 from kvport.reports.tables import Table, environment, subtitle, tables, warning
 
@@ -110,12 +110,8 @@ def _environment(found: Comparison) -> str:
     """More than the short table has: everything that a report says about where it came from."""
     columns = [environment(column) for column in found.columns]
     rows = [[name, *(column[name] for column in columns)] for name in columns[0]]
-    head = ["", *(_head(column) for column in found.columns)]
+    head = ["", *(column.name for column in found.columns)]
     return f"<h2>Backends and environments</h2>{_table(Table('', '', head, rows))}"
-
-
-def _head(column: Column) -> str:
-    return f"{column.number} {shown(column.label)}"
 
 
 def _heat(found: Comparison) -> str:

@@ -122,7 +122,7 @@ def _results(found: Comparison) -> Table:
         native = sum(how == "native" for how in operations.values())
         rows.append(
             [
-                f"{column.number} {shown(column.label)}",
+                column.name,
                 *(str(column.counts.get(outcome, 0)) for outcome in outcomes),
                 str(column.missing),
                 f"{native} of {len(operations)}",
@@ -185,7 +185,7 @@ def _pair_profiles(found: Comparison) -> Table:
 
 def _worst(found: Comparison) -> Table:
     rows = [
-        [f"{column.number} {shown(column.label)}", figure, f"{ratio:.3g}", shown(identity)]
+        [column.name, figure, f"{ratio:.3g}", shown(identity)]
         for column in found.columns
         for figure, identity, ratio in column.worst
     ]
@@ -194,7 +194,7 @@ def _worst(found: Comparison) -> Table:
 
 def _failed(found: Comparison) -> Table:
     rows = [
-        [f"{column.number} {shown(column.label)}", shown(identity), _line(reason)]
+        [column.name, shown(identity), _line(reason)]
         for column in found.columns
         for identity, reason in column.failed
     ]
@@ -234,7 +234,7 @@ def _inputs(found: Comparison) -> Table:
 
 def _waived(found: Comparison) -> Table:
     rows = [
-        [f"{column.number} {shown(column.label)}", shown(identity), _line(why)]
+        [column.name, shown(identity), _line(why)]
         for column in found.columns
         for identity, why in column.waived
     ]
@@ -243,7 +243,7 @@ def _waived(found: Comparison) -> Table:
 
 def _lacks(found: Comparison) -> Table:
     rows = [
-        [f"{column.number} {shown(column.label)}", str(count), _line(why)]
+        [column.name, str(count), _line(why)]
         for column in found.columns
         for why, count in column.lacks
     ]
