@@ -14,7 +14,7 @@ import platform
 import statistics
 import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -163,26 +163,39 @@ def sdpa_best(
     return best, found[best], {n: t.median for n, t in found.items()}
 
 
-def filled_store(backend: Any, layout: GroupLayout, lengths: Sequence[int]) -> tuple[Store, Tensor]:
-    """A store with every page of every layer holding plausible random codes and scales, and a shuffled page table.
+#: Tokens whose rows are drawn and written at a time.
+FILL_TOKENS = 1 << 17
 
-    Values decode to about unit size, so that softmax is neither flat nor one-hot.
+
+def filled_store(backend: Any, layout: GroupLayout, lengths: Sequence[int]) -> tuple[Store, Tensor]:
+    """A store whose pages hold normal random rows, encoded by the backend itself, and a shuffled page table.
+
+    Every layer gets the same codes: layers rotate so that no call finds its data in L2, not to differ.
     """
     counts = [layout.pages_for(n) for n in lengths]
     pages = sum(counts) + 1
     store = backend.allocate(layout, pages, scales=unit_scales(layout) if layout.format.static else None)
+    size = layout.page_size
+    sealed = any(side.format.sealed_only for side in layout.sides)
+    step = max(1, FILL_TOKENS // size)
+    plain = backend.allocate(replace(layout, format=CacheFormat.parse("bf16"), layers=1), step) if sealed else store
     generator = torch.Generator(device="cuda").manual_seed(11)
-    for name, buffer in backend.buffers(store).items():
-        if name.endswith(".codes") and not buffer.dtype.is_floating_point:
-            raw = buffer.view(torch.uint8)
-            raw.copy_(torch.randint(0, 256, raw.shape, dtype=torch.uint8, device="cuda", generator=generator))
-        elif name.endswith(".codes"):
-            buffer.normal_(generator=generator)
-        elif name.endswith(".scale"):
-            fmt = layout.format.key if name.startswith("key") else layout.format.value
-            buffer.uniform_(0.5, 1.5, generator=generator).mul_(1.0 / 2 ** (fmt.bits - 1))
-        elif name.endswith(".zero"):
-            buffer.uniform_(-1.5, -0.5, generator=generator)
+    for first in range(0, pages, step):
+        ids = range(first, min(first + step, pages))
+        shape = (len(ids) * size, layout.kv_heads, layout.key_dim)
+        key = torch.randn(shape, dtype=layout.dtype, device="cuda", generator=generator)
+        value = None
+        if not layout.latent:
+            shape = (*shape[:2], layout.value_dim)
+            value = torch.randn(shape, dtype=layout.dtype, device="cuda", generator=generator)
+        slots = torch.arange(len(ids) * size, device="cuda")
+        if sealed:
+            backend.append(plain, 0, key, value, slots)
+            backend.seal(plain, store, 0, list(range(len(ids))), list(ids))
+        else:
+            backend.append(store, 0, key, value, slots + first * size)
+    for buffer in backend.buffers(store).values():
+        buffer[1:] = buffer[:1]
     order = torch.from_numpy(np.random.default_rng(5).permutation(pages - 1) + 1).to(torch.int32)
     table = torch.zeros((len(lengths), max(counts)), dtype=torch.int32)
     at = 0
@@ -229,14 +242,14 @@ def check_attention(
     first, last = (int(plan.host.query_starts[sequence + n]) for n in (0, 1))
     table = plan.device.page_table[sequence : sequence + 1]
     key, value = backend.gather(store, layer, table, [length], torch.float32)
-    group = query.shape[1] // key.shape[2]
     rows = slice(max(first, last - 64), last)  # the last rows see most
     q = query[rows].float()
-    count = q.shape[0]
-    scores = torch.einsum("thd,jhd->htj", q, key[0].repeat_interleave(group, 1)) * scale
+    count, heads = q.shape[:2]
+    q = q.view(count, key.shape[2], heads // key.shape[2], -1)
+    scores = torch.einsum("thgd,jhd->hgtj", q, key[0]) * scale
     position = torch.arange(length - count, length, device=q.device)
     scores.masked_fill_(torch.arange(length, device=q.device) > position[:, None], float("-inf"))
-    want = torch.einsum("htj,jhd->thd", scores.softmax(-1), value[0].repeat_interleave(group, 1))
+    want = torch.einsum("hgtj,jhd->thgd", scores.softmax(-1), value[0]).reshape(count, heads, -1)
     got = out[rows].float()
     return float((got - want).norm() / want.norm())
 
