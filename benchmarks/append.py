@@ -1,6 +1,6 @@
 """append on a GPU: quantize and scatter K and V of one layer; next to a plain copy of the same rows.
 
-python benchmarks/append.py --json docs/results/h200/append.json
+python benchmarks/append.py --json docs/results/append-h200.json
 
 GB/s counts K and V read and codes and scales written. Static scales need no pass over the row before it is quantized;
 both kinds are shown.
@@ -12,7 +12,8 @@ import argparse
 from typing import Any
 
 import torch
-from gpu_timing import layout_for, machine, rotations, save, time_calls, unit_scales
+from gpu_timing import layout_for, rotations, time_calls, unit_scales
+from results import machine, saved
 
 from kvport_triton.availability import load
 
@@ -57,17 +58,16 @@ def main() -> None:
     parser.add_argument("--json", default="")
     given = parser.parse_args()
     backend = load("cuda:0")
-    print(machine(), flush=True)
-    record: dict[str, Any] = {"tokens": {}}
-    for tokens in TOKENS:
-        cells = record["tokens"][tokens] = {"copy": copy_cell(tokens)}
-        for text in given.formats.split(";"):
-            cells[text] = append_cell(backend, text, tokens)
-            torch.cuda.empty_cache()
-        line = "  ".join(f"{name} {cell['us']:.1f} us ({cell['gbps']:.0f} GB/s)" for name, cell in cells.items())
-        print(f"T{tokens:<6d} {line}", flush=True)
-    if given.json:
-        save(given.json, record)
+    record: dict[str, Any] = {"machine": machine(), "tokens": {}}
+    print(record["machine"], flush=True)
+    with saved(given.json, record):
+        for tokens in TOKENS:
+            cells = record["tokens"][tokens] = {"copy": copy_cell(tokens)}
+            for text in given.formats.split(";"):
+                cells[text] = append_cell(backend, text, tokens)
+                torch.cuda.empty_cache()
+            line = "  ".join(f"{name} {cell['us']:.1f} us ({cell['gbps']:.0f} GB/s)" for name, cell in cells.items())
+            print(f"T{tokens:<6d} {line}", flush=True)
 
 
 if __name__ == "__main__":

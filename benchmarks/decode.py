@@ -1,6 +1,6 @@
 """Decode attention on a GPU, next to torch SDPA (bf16, contiguous, enable_gqa) and the measured read ceiling.
 
-python benchmarks/decode.py --json docs/results/h200/decode.json
+python benchmarks/decode.py --json docs/results/decode-h200.json
 
 Columns: microseconds a layer, GB/s of K, V and scales read, percent of the read ceiling, speed against the best SDPA
 backend of the same run (above 1 is faster), relative error against float32 attention over the decoded pages.
@@ -18,13 +18,12 @@ from gpu_timing import (
     check_attention,
     filled_store,
     layout_for,
-    machine,
     rotations,
-    save,
     sdpa_best,
     step_arrays,
     time_calls,
 )
+from results import machine, saved
 
 from kvport_triton.availability import load
 
@@ -85,34 +84,35 @@ def main() -> None:
     parser.add_argument("--json", default="")
     given = parser.parse_args()
     backend = load("cuda:0")
-    print(machine(), flush=True)
+    facts = machine()
+    print(facts, flush=True)
     ceiling = {} if given.alone else ceilings()
     print({name: round(value) for name, value in ceiling.items()}, flush=True)
     top = max((value for name, value in ceiling.items() if name.startswith("read")), default=float("nan"))
-    record: dict[str, Any] = {"ceilings_gbps": ceiling, "shapes": {}}
-    for name in given.shapes.split(","):
-        cells = record["shapes"][name] = {}
-        reference = float("nan")
-        if not given.alone:
-            best, base, every = sdpa(SHAPES[name])
-            reference = base.median
-            torch.cuda.empty_cache()
-            print(f"{name:10s} sdpa {base.median:8.1f} us ({best}; { ({k: round(v, 1) for k, v in every.items()}) })")
-            cells["sdpa"] = {"us": base.median, "backend": best, "replays": base.replays, "all": every}
-        for text in given.formats.split(";"):
-            for page in map(int, given.pages.split(",")):
-                cell = kvport_cell(backend, text, page, SHAPES[name])
+    record: dict[str, Any] = {"machine": facts, "ceilings_gbps": ceiling, "shapes": {}}
+    with saved(given.json, record):
+        for name in given.shapes.split(","):
+            cells = record["shapes"][name] = {}
+            reference = float("nan")
+            if not given.alone:
+                best, base, every = sdpa(SHAPES[name])
+                reference = base.median
                 torch.cuda.empty_cache()
-                cells[f"{text} p{page}"] = cell
-                print(
-                    f"{name:10s} {text:9s} p{page:<3d} {cell['us']:8.1f} us {cell['gbps']:6.0f} GB/s "
-                    f"{100 * cell['gbps'] / top:4.0f} % of read  {reference / cell['us']:5.2f}x sdpa  "
-                    f"err {cell['error']:.1e}  first call {cell['first_call_s']:.1f} s  "
-                    f"{cell['programs']} programs, {cell['partials']} partials",
-                    flush=True,
-                )
-    if given.json:
-        save(given.json, record)
+                others = {k: round(v, 1) for k, v in every.items()}
+                print(f"{name:10s} sdpa {base.median:8.1f} us ({best}; {others})", flush=True)
+                cells["sdpa"] = {"us": base.median, "backend": best, "replays": base.replays, "all": every}
+            for text in given.formats.split(";"):
+                for page in map(int, given.pages.split(",")):
+                    cell = kvport_cell(backend, text, page, SHAPES[name])
+                    torch.cuda.empty_cache()
+                    cells[f"{text} p{page}"] = cell
+                    print(
+                        f"{name:10s} {text:9s} p{page:<3d} {cell['us']:8.1f} us {cell['gbps']:6.0f} GB/s "
+                        f"{100 * cell['gbps'] / top:4.0f} % of read  {reference / cell['us']:5.2f}x sdpa  "
+                        f"err {cell['error']:.1e}  first call {cell['first_call_s']:.1f} s  "
+                        f"{cell['programs']} programs, {cell['partials']} partials",
+                        flush=True,
+                    )
 
 
 if __name__ == "__main__":

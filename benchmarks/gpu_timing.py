@@ -9,13 +9,9 @@ reported, with every replay kept in the JSON.
 
 from __future__ import annotations
 
-import json
-import platform
 import statistics
-import subprocess
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -258,29 +254,3 @@ def layout_for(
     text: str, *, layers: int, page_size: int, heads: int = 8, group: int = 4, dim: int = 128
 ) -> GroupLayout:
     return GroupLayout(CacheFormat.parse(text), layers, heads, heads * group, dim, dim, page_size, None, torch.bfloat16)
-
-
-def machine() -> dict[str, str]:
-    """The device and its software, for the record."""
-    found = {
-        "gpu": torch.cuda.get_device_name(),
-        "processors": str(torch.cuda.get_device_properties(0).multi_processor_count),
-        "torch": str(torch.__version__),
-        "triton": str(triton.__version__),
-        "python": platform.python_version(),
-    }
-    fields = "driver_version,clocks.sm,clocks.max.sm,clocks.mem,power.limit"
-    asked = subprocess.run(
-        ["nvidia-smi", f"--query-gpu={fields}", "--format=csv,noheader"], capture_output=True, text=True, check=False
-    )
-    if asked.returncode == 0:
-        found |= dict(zip(fields.split(","), (part.strip() for part in asked.stdout.split(",")), strict=False))
-    return found
-
-
-def save(path: str, record: dict[str, Any]) -> None:
-    """Write a result with its machine; timings become plain numbers."""
-    target = Path(path)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(json.dumps({"machine": machine(), **record}, indent=1, default=asdict) + "\n")
-    print(f"wrote {target}")

@@ -18,12 +18,11 @@ from gpu_timing import (
     ceilings,
     check_attention,
     filled_store,
-    machine,
     rotations,
-    save,
     step_arrays,
     time_calls,
 )
+from results import machine, saved
 from torch import Tensor
 
 from kvport.formats import CacheFormat
@@ -101,28 +100,28 @@ def main() -> None:
     parser.add_argument("--json", default="")
     given = parser.parse_args()
     backend = load("cuda:0")
-    print(machine(), flush=True)
-    record: dict[str, Any] = {"ceilings_gbps": ceilings((1 << 30,)), "shapes": {}}
+    facts = machine()
+    print(facts, flush=True)
+    record: dict[str, Any] = {"machine": facts, "ceilings_gbps": ceilings((1 << 30,)), "shapes": {}}
     print({name: round(value) for name, value in record["ceilings_gbps"].items()}, flush=True)
-    for name in given.shapes.split(","):
-        cells = record["shapes"][name] = {}
-        for way, timing in baselines(SHAPES[name]).items():
-            cells[way] = {"us": timing.median, "replays": timing.replays}
-            print(f"{name:12s} {way:9s} {timing.median:8.1f} us", flush=True)
-        best = min((found["us"] for found in cells.values()), default=float("nan"))
-        torch.cuda.empty_cache()
-        for text in given.formats.split(";"):
-            for page in map(int, given.pages.split(",")):
-                found = cells[f"{text} p{page}"] = cell(backend, text, page, SHAPES[name])
-                torch.cuda.empty_cache()
-                print(
-                    f"{name:12s} {text:30s} p{page:<3d} {found['us']:8.1f} us {found['gbps']:6.0f} GB/s "
-                    f"{found['tflops']:5.0f} TFLOP/s {best / found['us']:5.2f}x torch  err {found['error']:.1e}  "
-                    f"first call {found['first_call_s']:.1f} s",
-                    flush=True,
-                )
-    if given.json:
-        save(given.json, record)
+    with saved(given.json, record):
+        for name in given.shapes.split(","):
+            cells = record["shapes"][name] = {}
+            for way, timing in baselines(SHAPES[name]).items():
+                cells[way] = {"us": timing.median, "replays": timing.replays}
+                print(f"{name:12s} {way:9s} {timing.median:8.1f} us", flush=True)
+            best = min((found["us"] for found in cells.values()), default=float("nan"))
+            torch.cuda.empty_cache()
+            for text in given.formats.split(";"):
+                for page in map(int, given.pages.split(",")):
+                    found = cells[f"{text} p{page}"] = cell(backend, text, page, SHAPES[name])
+                    torch.cuda.empty_cache()
+                    print(
+                        f"{name:12s} {text:30s} p{page:<3d} {found['us']:8.1f} us {found['gbps']:6.0f} GB/s "
+                        f"{found['tflops']:5.0f} TFLOP/s {best / found['us']:5.2f}x torch  err {found['error']:.1e}  "
+                        f"first call {found['first_call_s']:.1f} s",
+                        flush=True,
+                    )
 
 
 if __name__ == "__main__":
