@@ -9,13 +9,16 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 def machine(device: torch.device | str = "cuda") -> dict[str, Any]:
     """The device and its software, for the record."""
+    import torch
+
     device = torch.device(device)
     if device.type != "cuda":
         from kvport.evaluation import machine as of_processor

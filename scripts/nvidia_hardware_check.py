@@ -3,12 +3,13 @@
 ::
 
     python scripts/nvidia_hardware_check.py --out DIR                              # every part
-    python scripts/nvidia_hardware_check.py --out DIR --parts conformance,page16   # only these
+    python scripts/nvidia_hardware_check.py --out DIR --parts conformance,decode   # only these
     python scripts/nvidia_hardware_check.py --list
 
 Each part has a time limit of its own and runs in processes of its own; what it prints goes to ``DIR/PART.txt``, how it
 ended to ``DIR/summary.json``, which is written anew after every part. Parts of one stage run side by side, as nearly
-all of their time is compilation on the host; what is timed runs first, and alone. Nothing is downloaded. kvport must be
+all of their time is compilation on the host; what is timed runs first, and alone, and when its time is up it leaves
+what it has measured. Nothing is downloaded. kvport must be
 installed (a wheel on PYTHONPATH will do), with pytest and pytest-xdist; kernels compiled by one part are found by the
 next in ``DIR/kernels``, unless TRITON_CACHE_DIR names another folder.
 """
@@ -46,59 +47,55 @@ class Part:
 
 
 SHAPES = str(ROOT / "scripts" / "nvidia_sanitized_shapes.py")
+TESTS = str(ROOT / "tests" / "triton")
+PYTEST = ("-m", "pytest", "-q", "-p", "no:cacheprovider")
+SPREAD = ("-n", "WORKERS", "--dist", "worksteal")
+ON_GPU = {"KVPORT_TRITON_DEVICE": "cuda"}
+
+
+def benchmark(script: str, result: str, *options: str) -> tuple[tuple[str, ...], ...]:
+    return ((str(ROOT / "benchmarks" / script), *options, "--json", f"OUT/{result}"),)
+
+
+# What is timed has a stage of its own each, before all others: a neighbour on the GPU would show in the figures.
 PARTS = {
+    "decode": Part("decode next to SDPA; decode.json", 1, 150, benchmark("decode.py", "decode.json")),
+    "prefill": Part("prefill next to SDPA; prefill.json", 2, 60, benchmark("prefill.py", "prefill.json")),
+    "append": Part("append next to a copy; append.json", 3, 60, benchmark("append.py", "append.json")),
+    "latent": Part("decode over latent (MLA) pages; latent.json", 4, 150, benchmark("latent.py", "latent.json")),
+    "step": Part("whole decode steps, eager and as graphs; step.json", 5, 150, benchmark("step.py", "step.json")),
+    "page16": Part(
+        "decode over pages of 16 tokens next to pages of 64; page16.json",
+        6,
+        60,
+        benchmark("decode.py", "page16.json", "--alone", "--pages", "64,16", "--formats", "int8;int4:g64",
+                  "--shapes", "b64_8k,b8_8k,b1_32k"),
+    ),
+    "tune": Part(
+        "kvport tune: whether the fixed table is right for this GPU; keeps nothing",
+        7,
+        150,
+        (("-m", "kvport", "tune", "--backend", "cuda:0", "--format", "int8", "--format", "int4:g64",
+          "--head-dim", "128", "--page-size", "16", "--page-size", "64", "--dry-run"),),
+    ),
     "conformance": Part(
-        "the suite; its report is DIR/conformance.json",
-        2,
+        "the suite; its report is conformance.json",
+        8,
         180,
-        (
-            (
-                "-m",
-                "pytest",
-                "--pyargs",
-                "kvport_conformance",
-                "--backend=cuda:0",
-                "-n",
-                "WORKERS",
-                "--dist",
-                "worksteal",
-                "-q",
-                "-p",
-                "no:cacheprovider",
-                "--report=OUT/conformance.json",
-            ),
-        ),
+        ((*PYTEST, *SPREAD, "--pyargs", "kvport_conformance", "--backend=cuda:0", "--report=OUT/conformance.json"),),
         share=1.0,
     ),
     "tests": Part(
-        "the backend's own tests that need a GPU",
-        3,
+        "the backend's own tests that need a GPU; tests.xml",
+        9,
         140,
-        (
-            (
-                "-m",
-                "pytest",
-                str(ROOT / "tests" / "triton"),
-                "-m",
-                "hardware",
-                "-k",
-                "not big_pool",
-                "-n",
-                "WORKERS",
-                "--dist",
-                "worksteal",
-                "-q",
-                "-p",
-                "no:cacheprovider",
-                "--junitxml=OUT/tests.xml",
-            ),
-        ),
+        ((*PYTEST, *SPREAD, TESTS, "-m", "hardware", "-k", "not big_pool", "--junitxml=OUT/tests.xml"),),
         share=0.75,
-        environment={"KVPORT_TRITON_DEVICE": "cuda"},
+        environment=ON_GPU,
     ),
     "sanitizer": Part(
         "compute-sanitizer's memcheck and racecheck over ten small shapes",
-        3,
+        9,
         120,
         (
             (SHAPES,),  # compiles, so that the sanitizer watches the kernels alone
@@ -109,31 +106,12 @@ PARTS = {
     ),
     "bigpool": Part(
         "page ids times stride beyond 2**31 and 2**32, written and attended",
-        3,
+        9,
         40,
-        (("-m", "pytest", str(ROOT / "tests" / "triton"), "-q", "-p", "no:cacheprovider", "-k", "big_pool"),),
-        environment={"KVPORT_TRITON_DEVICE": "cuda"},
+        ((*PYTEST, TESTS, "-k", "big_pool"),),
+        environment=ON_GPU,
     ),
-    "page16": Part(
-        "decode over pages of 16 tokens next to pages of 64; figures in DIR/page16.json",
-        1,
-        60,
-        (
-            (
-                str(ROOT / "benchmarks" / "decode.py"),
-                "--pages",
-                "64,16",
-                "--formats",
-                "int8;int4:g64",
-                "--shapes",
-                "b64_8k,b8_8k,b1_32k",
-                "--alone",
-                "--json",
-                "OUT/page16.json",
-            ),
-        ),
-    ),
-}
+}  # fmt: skip
 
 
 @dataclass
@@ -163,8 +141,9 @@ def main() -> int:
     parser.add_argument("--list", action="store_true", help="print the parts")
     args = parser.parse_args()
     if args.list:
+        print(f"{'part':<12}{'stage':>5}{'limit':>8}  what, and its file in DIR beside the log")
         for name, part in PARTS.items():
-            print(f"{name} (stage {part.stage}, {part.limit} s): {part.help}")
+            print(f"{name:<12}{part.stage:>5}{part.limit:>6} s  {part.help}")
         return 0
     names = [name.strip() for name in args.parts.split(",") if name.strip()]
     limits = dict(item.partition("=")[::2] for item in args.limit)

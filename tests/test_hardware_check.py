@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import sys
@@ -10,6 +11,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+
+from kvport.commands import tune
 
 SCRIPT = Path(__file__).parent.parent / "scripts" / "nvidia_hardware_check.py"
 
@@ -79,6 +82,55 @@ def test_paths_that_the_parts_name_exist(check: ModuleType) -> None:
             word for command in part.commands for word in command if word.startswith(str(SCRIPT.parent.parent))
         ):
             assert Path(word).exists(), word
+
+
+def test_what_is_timed_runs_alone_and_first(check: ModuleType) -> None:
+    timed = {"decode", "prefill", "append", "latent", "step", "page16", "tune"}
+    stages = [check.PARTS[name].stage for name in timed]
+    assert len(set(stages)) == len(timed)
+    assert max(stages) < min(part.stage for name, part in check.PARTS.items() if name not in timed)
+
+
+def test_scripts_and_commands_know_the_options_that_the_parts_give(check: ModuleType) -> None:
+    for part in check.PARTS.values():
+        for program, *words in part.commands:
+            if program.endswith(".py"):
+                source = Path(program).read_text(encoding="utf-8")
+                for option in (word for word in words if word.startswith("--")):
+                    assert f'"{option}"' in source, f"{program} has no {option}"
+    _, kvport, *words = check.PARTS["tune"].commands[0]
+    assert (kvport, words[0]) == ("kvport", "tune")
+    parser = argparse.ArgumentParser()
+    tune.configure(parser)
+    assert parser.parse_args(words[1:]).dry_run
+
+
+def test_the_parts_are_listed(
+    check: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["check", "--list"])
+    assert check.main() == 0
+    shown = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in shown[1:]] == list(check.PARTS)
+
+
+def test_a_benchmark_whose_time_is_up_leaves_what_it_measured(
+    check: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "results.py").write_text(
+        (SCRIPT.parent.parent / "benchmarks" / "results.py").read_text(encoding="utf-8"), encoding="utf-8"
+    )
+    (tmp_path / "timed.py").write_text(
+        "import sys, time\nfrom results import saved\nrecord = {}\nwith saved(sys.argv[2], record):\n"
+        "    record['first'] = 1\n    time.sleep(600)\n",
+        encoding="utf-8",
+    )
+    commands = ((str(tmp_path / "timed.py"), "--json", "OUT/timed.json"),)
+    monkeypatch.setattr(check, "PARTS", {"timed": check.Part("", 1, 4, commands)})
+    monkeypatch.setattr(sys, "argv", ["check", "--out", str(tmp_path / "out"), "--parts", "timed"])
+    assert check.main() == 1
+    found = json.loads((tmp_path / "out" / "timed.json").read_text(encoding="utf-8"))
+    assert found == {"first": 1, "incomplete": "KeyboardInterrupt"}
 
 
 def test_a_script_finds_the_modules_beside_it(
