@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,7 +17,11 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
-MODULES = ("results", "step")
+MODULES = ("plot", "results", "step")
+DOCS = BENCHMARKS.parent / "docs"
+RESULTS = sorted((DOCS / "results").glob("*.json"))
+#: What `kvport demo` wrote: a table of text and figures, which nothing draws.
+NOT_DRAWN = {"demo.json"}
 
 
 @pytest.fixture
@@ -103,3 +109,151 @@ def test_a_run_that_was_cut_short_leaves_what_it_measured(load: Any, tmp_path: P
     with results.saved(str(tmp_path / "whole.json"), {"shapes": {}}):
         pass
     assert json.loads((tmp_path / "whole.json").read_text(encoding="utf-8")) == {"shapes": {}}
+
+
+# -- drawings ------------------------------------------------------------------------------------------------------
+
+
+def timing(*replays: float) -> dict[str, Any]:
+    return {"us": sorted(replays)[len(replays) // 2], "replays": list(replays)}
+
+
+#: One of each kind that no committed result is of yet, and runs that were cut short.
+MADE_UP: dict[str, dict[str, Any]] = {
+    "latent": {
+        "machine": {"gpu": "none"},
+        "ceilings_gbps": {"read_1024MB": 4000.0},
+        "shapes": {
+            "b2_1k_h16": {
+                "products": timing(90, 100, 120),
+                "sdpa": timing(70, 80, 90),
+                "latent=int8,rope=bf16 p64": {**timing(30, 40, 50), "bytes": 40_000_000, "tflops": 1.0},
+            },
+            "b1_1k_h16": {"sdpa": timing(1, 2, 3)},
+        },
+    },
+    "step": {
+        "benchmark": "step",
+        "execution": "interpreter",
+        "machine": {"processor": "none"},
+        "model": {"layers": 2},
+        "shapes": {
+            "b1": {
+                "int8": {
+                    "eager": {"wall": timing(4000, 5000), "device": timing(400, 500)},
+                    "graph": {"wall": timing(600, 700), "device": timing(400, 500)},
+                },
+                "bf16": {"eager": {"wall": timing(4000, 5000)}},
+            }
+        },
+    },
+    "decode cut short": {
+        "machine": {"gpu": "none"},
+        "ceilings_gbps": {"read_64MB": 3000.0, "copy_64MB": 9000.0},
+        "shapes": {"b1_32k": {"sdpa": timing(50), "int8 p64": {**timing(40), "bytes": 1_000_000}}, "b1_128k": {}},
+        "incomplete": "KeyboardInterrupt",
+    },
+}
+
+
+def text_of(svg: bytes) -> list[str]:
+    return re.findall(r">([^<>]+)</text>", svg.decode().replace("&amp;", "&"))
+
+
+def test_a_drawing_is_of_the_result_beside_it_and_on_a_page(load: Any) -> None:
+    plot = load("plot")
+    drawings = sorted((DOCS / "results").glob("*.svg"))
+    assert {path.stem for path in RESULTS if path.stem.endswith("-h200")} <= {path.stem for path in drawings}
+    pages = "\n".join(path.read_text(encoding="utf-8") for path in DOCS.glob("*.md"))
+    for drawing in drawings:
+        result = drawing.with_suffix(".json")
+        made_of = plot.source(result.name, result.read_bytes())
+        assert made_of in drawing.read_text(encoding="utf-8"), f"{drawing.name} is out of date: draw {result.name} anew"
+        assert f"](results/{drawing.name})" in pages, f"no page shows {drawing.name}"
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
+def test_every_committed_result_is_drawn(load: Any, path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="drawings need the extra bench")
+    plot = load("plot")
+    if path.name in NOT_DRAWN:
+        with pytest.raises(plot.NotDrawn, match=r"demo\.json: holds no figures of"):
+            plot.drawn([path])
+        return
+    svg = plot.drawn([path])
+    assert svg == plot.drawn([path]), "the same file gives the same bytes"
+    shown, chart = text_of(svg), plot.chart(json.loads(path.read_text(encoding="utf-8")))
+    for label in (*chart.title.split("\n"), chart.unit, *(s.name for s in chart.series), *chart.groups):
+        for line in label.split("\n"):
+            assert line in shown
+    for mark in (mark for series in chart.series for mark in series.marks):
+        assert mark is None or 0 < mark.low <= mark.value <= mark.high
+
+
+@pytest.mark.parametrize("name", MADE_UP)
+def test_other_results_are_drawn(load: Any, tmp_path: Path, name: str) -> None:
+    pytest.importorskip("matplotlib", reason="drawings need the extra bench")
+    plot, path = load("plot"), tmp_path / "made-up.json"
+    path.write_text(json.dumps(MADE_UP[name]), encoding="utf-8")
+    shown = text_of(plot.drawn([path]))
+    chart = plot.chart(MADE_UP[name])
+    marks = {series.name: series.marks for series in chart.series}
+    if name == "latent":
+        assert [marks[n][0].value for n in ("products", "sdpa")] == [0.8, 1.0], "the faster of torch's ways is 1"
+        (found, missing) = marks["latent=int8,rope=bf16 p64"]
+        assert (found.value, found.low, found.high, found.best) == (2.0, 80 / 50, 80 / 30, 8.0)
+        assert missing is None
+        assert "reading at 4,000 GB/s, as measured" in shown
+    elif name == "step":
+        assert marks["int8 graph"][0] == plot.Mark(0.7, 0.6, 0.7, 0.5)
+        assert marks["bf16 eager"][0].best is None
+        assert marks["bf16 graph"] == (None,)
+        assert any("INTERPRETER, NOT HARDWARE" in line for line in shown)
+    else:
+        assert chart.groups == ("b1_32k\nsdpa 50 us",)
+        assert math.isclose(marks["int8 p64"][0].best, 50 / (1e6 / 3000e9 * 1e6)), "copies are no ceiling of reading"
+        assert any("INCOMPLETE (KeyboardInterrupt)" in line for line in shown)
+
+
+def test_results_are_drawn_together_or_one_by_one(
+    load: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    pytest.importorskip("matplotlib", reason="drawings need the extra bench")
+    plot, paths = load("plot"), [tmp_path / "a.json", tmp_path / "b.json"]
+    for path, name in zip(paths, ("latent", "step"), strict=True):
+        path.write_text(json.dumps(MADE_UP[name]), encoding="utf-8")
+
+    def main(*words: str) -> int:
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(sys, "argv", ["plot.py", *words])
+            return plot.main()
+
+    assert main(*map(str, paths)) == 0
+    alone = [path.with_suffix(".svg").read_bytes() for path in paths]
+    assert main(*map(str, paths), "--out", str(tmp_path / "new" / "both.svg")) == 0
+    both = (tmp_path / "new" / "both.svg").read_bytes()
+    assert set(text_of(both)) >= {*text_of(alone[0]), *text_of(alone[1])}
+    for path in paths:
+        assert plot.source(path.name, path.read_bytes()).encode() in both
+    paths[1].write_text("{", encoding="utf-8")
+    assert main(str(paths[1])) == 1
+    assert "b.json: Expecting" in capsys.readouterr().err
+
+
+def test_drawings_are_legible_on_light_and_on_dark(load: Any) -> None:
+    """Contrast by the WCAG's formula: 4 for text and 3 for shapes, on white and on GitHub's black."""
+    plot = load("plot")
+
+    def luminance(colour: str) -> float:
+        parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        linear = [p / 12.92 if p <= 0.04045 else ((p + 0.055) / 1.055) ** 2.4 for p in parts]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    def contrast(one: str, other: str) -> float:
+        low, high = sorted((luminance(one), luminance(other)))
+        return (high + 0.05) / (low + 0.05)
+
+    for ground in ("#ffffff", "#0d1117"):
+        assert contrast(plot.INK, ground) >= 4
+        for colour in plot.COLOURS:
+            assert contrast(colour, ground) >= 3, f"{colour} on {ground}"

@@ -204,4 +204,4 @@ def test_every_check_has_its_tox_environment() -> None:
 def test_the_extras_bring_what_the_checks_use() -> None:
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["optional-dependencies"]
     names = {re.split(r"[<>=]", item)[0] for extra in ("test", "lint") for item in extras[extra]}
-    assert {"pytest", "pytest-xdist", "hypothesis", "build", "hatchling", "ruff", "mypy"} <= names
+    assert {"pytest", "pytest-xdist", "hypothesis", "build", "hatchling", "matplotlib", "ruff", "mypy"} <= names
