@@ -4,8 +4,8 @@
     python benchmarks/plot.py decode.json page16.json --out figure.svg               # both in one figure
 
 Bars and points are medians, whiskers the least and the greatest replay (10th and 90th percentile where there are more
-than 20 rounds). The same file gives the same bytes, and its sha256 is in the drawing's description. Needs the extra
-``bench``.
+than 20 rounds). The same matplotlib makes the same bytes of the same file, whose sha256 is in the drawing's
+description. Needs the extra ``bench``.
 """
 
 from __future__ import annotations

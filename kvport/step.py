@@ -111,12 +111,16 @@ class Step(Body):
 
     def _to_seal(self, group: int, tiers: Tiers, sequence: Sequence) -> list[int]:
         """Block numbers that are sealed at this begin."""
+        if not tiers.tiered:
+            return []
         size = self._cache.layout.page_size
         first = max(sequence._sealed[group] // size, tiers.head_pages(sequence._pin, size), sequence._passed[group])
         return list(range(first, tiers.sealed(sequence.length, size) // size))
 
     def _seal(self, group: int, tiers: Tiers, fresh: Iterator[int]) -> None:
         """Encode near pages that have grown old into far pages; sequences that share one share the result."""
+        if not tiers.tiered:
+            return
         cache = self._cache
         done = dict(cache._sealed_as[group])
         new: dict[int, int] = {}
@@ -164,12 +168,11 @@ class Step(Body):
     def _prepare(self, group: int, tiers: Tiers, starts: list[int]) -> GroupArrays:
         """Slots, tables and plans from the page lists."""
         size = self._cache.layout.page_size
-        tables = {lane: _table(self._pages[lane]) for lane in (tiers.far, tiers.near)}
-        slots = np.empty(self.tokens, dtype=np.int64)
-        for s, sequence in enumerate(self._sequences):
-            position = np.arange(sequence.length, sequence.length + self._counts[s])
-            page = tables[tiers.near][s, position // size].astype(np.int64)
-            slots[starts[s] : starts[s + 1]] = page * size + position % size
+        tables = {lane: _table(self._pages[lane]) for lane in {tiers.far, tiers.near}}
+        row = np.repeat(np.arange(len(self._sequences)), self._counts)
+        first = np.array([s.length - start for s, start in zip(self._sequences, starts, strict=False)])
+        position = first[row] + np.arange(self.tokens)
+        slots = tables[tiers.near][row, position // size].astype(np.int64) * size + position % size
         query_starts, query_positions = _int32(starts), _int32([s.length for s in self._sequences])
         ranges = [
             (
@@ -335,7 +338,9 @@ def _read_tokens(
             raise SequenceError(f"{sequence!r} takes no tokens any more")
         if isinstance(given, int) and not isinstance(given, bool):
             most = INT32_MAX - sequence.length  # positions are 32-bit
-            counts.append(whole_number(f"the number of new tokens of {sequence!r}", int(given), 0, most))
+            if not 0 <= given <= most:  # raises
+                whole_number(f"the number of new tokens of {sequence!r}", int(given), 0, most)
+            counts.append(int(given))
             ids.append(None)
         else:
             ids.append(read_ids(given))
