@@ -12,7 +12,8 @@ recorded and replayed by ``cache.graph``. Of each are reported
 * ``device``: by events, of a step that was queued up whole behind a kernel that waits, so that the host adds nothing.
 
 The first step, which compiles, and the recording are timed apart. ``error`` is that of one sequence's output in the
-last layer, relative to float32 attention over its decoded pages.
+last layer, relative to float32 attention over its decoded pages; ``bytes`` are the codes and scales of the context in
+all layers, as whole pages.
 """
 
 from __future__ import annotations
@@ -179,13 +180,14 @@ def cell(device: str, text: str, model: Model, shape: tuple[int, int], repeats: 
     batch, context = shape
     decode = Decode(device, text, model, batch, context, steps=2 * (WARM_UP + repeats) + ATTEMPTS + 2)
     cache = decode.cache
-    record: dict[str, Any] = {"sequences": batch, "context": context, "capture": cache.info.capture}
+    record: dict[str, Any] = {
+        "sequences": batch, "context": context, "capture": cache.info.capture, "bytes": cache.canonical_bytes()
+    }  # fmt: skip
 
     began = time.perf_counter()
     output, _ = decode.eager()
     cache.backend.synchronize()
     first = time.perf_counter() - began
-    record["bytes"] = cache.canonical_bytes()
     error = decode.error(output)
     record["eager"] = {"first_call_s": first, "error": error, **timed(decode, decode.eager, repeats)}
 
