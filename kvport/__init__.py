@@ -11,7 +11,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from kvport.backend import FEATURES, Backend, Limits, Plan, StepArrays, Store, Support
+    from kvport.backend import Backend, Limits, Plan, StepArrays, Store, Support
     from kvport.body import Attention
     from kvport.cache import CacheInfo, CacheStats, Clipped, PagedCache, Poisoned, PoolStats
     from kvport.errors import (
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
         UnknownBackend,
         Unsupported,
     )
+    from kvport.features import FEATURES
     from kvport.formats import CacheFormat, TensorFormat
     from kvport.graph import Graph, GraphBody, Replay
     from kvport.hookspecs import BACKEND_API, BackendInfo, Device, Probe, hookimpl
@@ -51,7 +52,6 @@ __version__ = "0.1.0"
 
 #: Public name -> the module that defines it.
 _HOME = {
-    "FEATURES": "backend",
     "Backend": "backend",
     "Limits": "backend",
     "Plan": "backend",
@@ -83,6 +83,7 @@ _HOME = {
     "StepError": "errors",
     "UnknownBackend": "errors",
     "Unsupported": "errors",
+    "FEATURES": "features",
     "CacheFormat": "formats",
     "TensorFormat": "formats",
     "Graph": "graph",

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from kvport.errors import Unsupported
+from kvport.features import ATTENTION_FEATURES as ATTENTION_FEATURES  # part of the interface: backends declare by it
 from kvport.layout import GroupLayout
 from kvport.scales import LayerScales
 
@@ -42,16 +43,6 @@ OPERATIONS: Final = (
     "poisoned",
 )
 
-#: Attention features a backend may lack. A lacking one is refused by name before any work.
-ATTENTION_FEATURES: Final = frozenset({"window", "softcap", "sinks", "lse", "prefill", "verify", "poison"})
-
-#: What a page may hold beside K, V, scales and zeros. A layout that needs one of these is stored only by a backend that
-#: says so: one that has never heard of it would leave it out and be wrong in silence.
-STORAGE_FEATURES: Final = frozenset({"latent", "outliers", "sparse"})
-
-#: ``graph``: plans of a fixed shape, which :mod:`kvport.graph` records steps over. Not taken for granted either.
-FEATURES: Final = ATTENTION_FEATURES | STORAGE_FEATURES | {"graph"}
-
 
 @dataclass(frozen=True)
 class Support:
@@ -59,11 +50,11 @@ class Support:
 
     ``reasons`` is empty for yes; else it names every unmet requirement with the value at hand and the nearest
     supported choice. ``workspace`` is ``"history"`` where attend needs memory that grows with the context.
-    ``features`` is the subset of :data:`FEATURES` that is honoured for this layout; those of
-    :data:`STORAGE_FEATURES` are not taken for granted. Tiers need "lse", by which they are merged; a rotation is done
-    before rows reach a backend and needs nothing. ``scale_rule`` says, where not all static scales can be held exactly,
-    which can; :meth:`Backend.allocate` raises ``ScaleError`` for others, naming one. Scales that are all 1/64 (zeros
-    -2), numbers of every float dtype, must fit any such rule. Nothing else may be decided as late as that.
+    ``features`` is the subset of :data:`kvport.features.FEATURES` that is honoured for this layout; those of
+    ``STORAGE_FEATURES`` and "graph" are not taken for granted. A rotation is done before rows reach a backend and needs
+    nothing. ``scale_rule`` says, where not all static scales can be held exactly, which can; :meth:`Backend.allocate`
+    raises ``ScaleError`` for others, naming one. Scales that are all 1/64 (zeros -2), numbers of every float dtype,
+    must fit any such rule. Nothing else may be decided as late as that.
     """
 
     reasons: tuple[str, ...] = ()
@@ -74,28 +65,6 @@ class Support:
     @property
     def ok(self) -> bool:
         return not self.reasons
-
-
-def storage_features(layout: GroupLayout) -> frozenset[str]:
-    """The :data:`STORAGE_FEATURES` that pages of this layout need."""
-    formats = [side.format for side in layout.sides]
-    needed = {
-        "latent": layout.latent,
-        "outliers": any(fmt.outliers for fmt in formats),
-        "sparse": any(fmt.sparse for fmt in formats),
-    }
-    return frozenset(name for name, need in needed.items() if need)
-
-
-def unmet(support: Support, layout: GroupLayout, *, tiered: bool = False) -> tuple[str, ...]:
-    """Every reason why a backend that answers this cannot keep pages of ``layout``; empty for none.
-
-    Its own reasons, else the features that the pages need and it does not declare. ``tiered``: the pages are one tier
-    of two, which are merged by the LSE.
-    """
-    needed = storage_features(layout) | ({"lse"} if tiered else set())
-    lacking = tuple(f"feature {name} is not declared" for name in sorted(needed - support.features))
-    return support.reasons or lacking
 
 
 class Store:

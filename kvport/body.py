@@ -17,7 +17,7 @@ from kvport import operators
 from kvport.arguments import show
 from kvport.attention import Read, attend_sequence, uncast
 from kvport.backend import Plan
-from kvport.errors import InvalidArgument, StepError, Unsupported
+from kvport.errors import InvalidArgument, StepError
 from kvport.formats import DTYPES
 from kvport.layout import LayerSpec
 from kvport.merge import merge
@@ -62,6 +62,7 @@ class Body:
         self._groups: list[GroupArrays] = []
         self._exact: dict[int, tuple[Tensor, Tensor]] = {}  # by layer, this step's K and V where fresh is "exact"
         self._appended: set[int] = set()
+        self._phases: frozenset[str] = frozenset()  # features that its query rows need of a backend
         self._open = False
 
     @property
@@ -165,9 +166,10 @@ class Body:
                 raise InvalidArgument(f"{wanted}, in float32's normal range, got {softcap!r}")
         if sinks is not None:
             self._check_tensor("sinks", sinks, (spec.query_heads,))
-        self._check_features(
-            group, window=spec.window is not None, softcap=softcap is not None, sinks=sinks is not None
-        )
+        needs = set(self._phases if self._groups[group].plans else ())  # no plan: nothing stored is attended to
+        needs |= {name for name, given in (("softcap", softcap), ("sinks", sinks)) if given is not None}
+        if needs:
+            self._cache._require(group, needs, "attend to")
         layout = self._cache.layout.groups[group].layout
         if layout.format.rotate is not None:
             query = rotate(query, layout.format.rotate, layout.rotated_dim).to(query.dtype)
@@ -265,14 +267,6 @@ class Body:
                 f"{name} is on {tensor.device}, the cache is on {device}; move it with .to({str(device)!r})"
             )
         _refuse_grad(name, tensor)
-
-    def _check_features(self, group: int, **wanted: bool) -> None:
-        lacking = [n for n, used in wanted.items() if used and not self._cache._has_feature(group, n)]
-        if lacking:
-            raise Unsupported(
-                f"backend {self._cache.backend.name} does not honour {', '.join(lacking)} for "
-                f"{self._cache.layout.groups[group].layout.format}",
-            )
 
 
 def _refuse_grad(name: str, tensor: Tensor) -> None:

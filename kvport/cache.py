@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from collections.abc import Sequence as SequenceOf
+from collections.abc import Set as AbstractSet
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from types import TracebackType
@@ -21,7 +22,7 @@ from torch import Tensor
 from kvport import operators
 from kvport.arguments import show, whole_number
 from kvport.attention import uncast
-from kvport.backend import Backend, Execution, Store, Support, operations, storage_features
+from kvport.backend import Backend, Execution, Store, operations
 from kvport.body import Body, Fresh
 from kvport.errors import (
     ClosedError,
@@ -33,6 +34,7 @@ from kvport.errors import (
     StepError,
     Unsupported,
 )
+from kvport.features import Answer, ask, undeclared
 from kvport.formats import DTYPES, dtype_name
 from kvport.graph import Graph
 from kvport.image import PageImage, export_sequence, import_sequence
@@ -43,7 +45,7 @@ from kvport.rotation import unrotate
 from kvport.scales import LayerScales, resolve_scales, scales_digest, warn_unit_scales
 from kvport.sequences import Sequence, check_pin
 from kvport.step import Step, read_ids
-from kvport.tiers import Lane, canonical_bytes, make_lanes
+from kvport.tiers import canonical_bytes, make_lanes
 
 FINGERPRINT_VERSION = 1
 
@@ -150,7 +152,9 @@ class PagedCache:
         resolved = resolve_scales(layout, scales)
         warn_unit_scales(resolved)
         self._lanes, self._tiers = make_lanes(layout)
-        self._supports = [_supported(backend, layout, lane) for lane in self._lanes]
+        self._answer = ask(backend, self._lanes)
+        _check_supported(backend, layout, self._answer)
+        self._features = [self._answer.features_of(group) for group in range(len(layout.groups))]
         self.fingerprint = _fingerprint(layout, scales_digest(resolved), identity or {})
         if len(pages) != len(self._lanes):
             raise InvalidArgument(f"pages has {len(pages)} counts, the cache has {len(self._lanes)} pools of pages")
@@ -279,8 +283,8 @@ class PagedCache:
             operations=operations(self.backend),
             format=str(self.layout.format),
             fingerprint=self.fingerprint,
-            workspace="history" if any(s.workspace == "history" for s in self._supports) else "bounded",
-            capture=self.backend.capture if all("graph" in s.features for s in self._supports) else "none",
+            workspace=self._answer.workspace,
+            capture=self.backend.capture if "graph" in self._answer.features else "none",
             facts=self.backend.facts(),
         )
 
@@ -307,7 +311,8 @@ class PagedCache:
         """Recount every page reference, and report what sequences hold that is not what was given: NaNs that a static
         integer format had to store as code 0, and numbers that found no room among a page's sparse outliers.
 
-        Raises :class:`KVPortError` if a count is wrong, which would be a fault of kvport itself.
+        Raises :class:`KVPortError` if a count is wrong, which would be a fault of kvport itself, and then
+        :class:`Unsupported` where the backend does not know which pages met a NaN.
         """
         self._open("check")
         self._outside_step("check the cache")
@@ -329,6 +334,7 @@ class PagedCache:
         found: list[Poisoned | Clipped] = []
         for number, (members, store) in enumerate(zip(self._lanes, self._stores, strict=True)):
             if any(side.format.hides_nan for side in members.layout.sides):
+                self._require(members.group, {"poison"}, "say what NaNs met of")
                 found += self._poisoned(number, store)
             found += self._clipped(number, store)
         return tuple(found)
@@ -488,9 +494,15 @@ class PagedCache:
             self.layout.locate(layer)  # raises with the allowed range
         return self._where[layer]
 
-    def _has_feature(self, group: int, name: str) -> bool:
-        tiers = self._tiers[group]
-        return all(name in self._supports[lane].features for lane in (tiers.far, tiers.near))
+    def _require(self, group: int, wanted: AbstractSet[str], action: str) -> None:
+        """Refuse a request that needs features which the backend does not declare for a group of layers."""
+        if reasons := undeclared(self._features[group], wanted):
+            members = self.layout.groups[group]
+            raise Unsupported(
+                f"backend {self.backend.name} on {self.backend.device} cannot {action} layers {list(members.layers)} "
+                f"in {members.layout.format}",
+                reasons,
+            )
 
     def _span(self, sequence: Sequence, group: int, sealed: int, length: int) -> Span:
         size = self.layout.page_size
@@ -540,27 +552,16 @@ class PagedCache:
             raise StepError(f"cannot {action} while a step is open; leave its with block (or commit it) first")
 
 
-def _supported(backend: Backend, layout: CacheLayout, lane: Lane) -> Support:
-    support = backend.support(lane.layout)
-    if not support.ok:
-        raise Unsupported(
-            f"backend {backend.name} on {backend.device} cannot hold layers {list(layout.groups[lane.group].layers)} "
-            f"as {lane.layout.format}",
-            support.reasons,
-        )
-    if lacking := sorted(storage_features(lane.layout) - support.features):
-        raise Unsupported(
-            f"backend {backend.name} does not declare {', '.join(lacking)}, which {lane.layout.format} needs; choose a "
-            "format without, or a backend that has it, such as the reference"
-        )
-    if layout.groups[lane.group].layout.format.tiered and "lse" not in support.features:
-        raise Unsupported(
-            f"backend {backend.name} gives no LSE for {lane.layout.format}, by which the tiers of "
-            f"{layout.groups[lane.group].layout.format} are merged; use a format without sink and recent tokens"
-        )
-    if lane.layout.window is not None and "window" not in support.features:
-        raise Unsupported(f"backend {backend.name} does not honour a sliding window ({lane.layout.window} tokens)")
-    return support
+def _check_supported(backend: Backend, layout: CacheLayout, answer: Answer) -> None:
+    """Refuse a cache that the backend cannot keep, with every reason in any of its lanes."""
+    if not answer.refusals:
+        return
+    declined = " and ".join(
+        f"layers {list(layout.groups[lane.group].layers)} as {lane.layout.format}"
+        for lane, reasons in zip(answer.lanes, answer.reasons, strict=True)
+        if reasons
+    )
+    raise Unsupported(f"backend {backend.name} on {backend.device} cannot hold {declined}", answer.refusals)
 
 
 def check_sharing(identity: Mapping[str, str] | None, share_prefixes: bool) -> None:

@@ -72,11 +72,7 @@ class Graph:
         for name, value in given.items():
             whole_number(name, value, 1)
         for group in range(len(cache.layout.groups)):
-            if not cache._has_feature(group, "graph"):
-                raise Unsupported(
-                    f"backend {cache.backend.name} has no plans of a fixed shape for "
-                    f"{cache.layout.groups[group].layout.format}, which graphs need; use ordinary steps"
-                )
+            cache._require(group, {"graph"}, "make a graph over")
         self.limits = Limits(max_seqs, max_tokens, min(max_query, max_tokens), max_pages)
         self._cache = cache
         self._body = GraphBody(cache, max_tokens)
@@ -214,6 +210,8 @@ class _ReplayedStep(Step):
                 f"this step is larger than the graph ({'; '.join(over)}); make the graph larger, or take an ordinary "
                 "step"
             )
+        for group in range(len(self._cache.layout.groups)):  # what the recorded body will attend to
+            self._cache._require(group, self._phases, "attend to")
 
     def _place(self, group: int, slots: Tensor, ranges: list[tuple[int, StepArrays]]) -> GroupArrays:
         self._graph._fill(group, slots, [arrays for _, arrays in ranges])

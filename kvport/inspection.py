@@ -24,13 +24,18 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Final, TextIO
+from typing import TYPE_CHECKING, Any, Final, TextIO
 
 from kvport import errors
 from kvport.errors import BackendError, BackendUnavailable, KVPortError
+from kvport.features import FEATURES, STORAGE_FEATURES, ask, undeclared
 from kvport.hookspecs import BackendInfo, Device
 from kvport.plugins import LoadFailure, Plugin, PluginEntry, describe
 from kvport.registry import Registry, Selection, parse_device, probe_device
+
+if TYPE_CHECKING:
+    from kvport.backend import Backend
+    from kvport.layout import CacheLayout
 
 #: Seconds a plugin may take, all its devices together.
 TIME_LIMIT: Final = 60.0
@@ -74,7 +79,8 @@ SAMPLE_GEOMETRY: Final = "head_dim 128 (latent: 512 + 64), 8 query over 2 KV hea
 class FormatSupport:
     """A backend's answer for one sample layout; no ``reasons`` means yes.
 
-    ``scale_rule``: which static scales it takes, where it does not take all.
+    ``scale_rule``: which static scales it takes, where it does not take all. ``lacking``: why it would refuse windows
+    and requests of a step, beside what the layout needs.
     """
 
     format: str
@@ -82,6 +88,7 @@ class FormatSupport:
     workspace: str
     features: tuple[str, ...]
     scale_rule: str = ""
+    lacking: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -382,7 +389,14 @@ def _with_device(row: Listing, update: dict[str, Any]) -> Listing:
 
 def _capability(raw: dict[str, Any]) -> Capability:
     formats = tuple(
-        FormatSupport(f["format"], tuple(f["reasons"]), f["workspace"], tuple(f["features"]), f["scale_rule"])
+        FormatSupport(
+            f["format"],
+            tuple(f["reasons"]),
+            f["workspace"],
+            tuple(f["features"]),
+            f["scale_rule"],
+            tuple(f["lacking"]),
+        )
         for f in raw["formats"]
     )
     return Capability(**{**raw, "formats": formats})
@@ -417,10 +431,9 @@ def sample(selection: Selection, *, formats: tuple[str, ...] = SAMPLE_FORMATS) -
     """Load a selected backend and ask what it is and which of the sample layouts it supports."""
     import torch
 
-    from kvport.backend import operations, unmet
+    from kvport.backend import operations
     from kvport.formats import CacheFormat
     from kvport.layout import CacheLayout, LayerSpec
-    from kvport.tiers import make_lanes
 
     backend = selection.load()
     answers = []
@@ -429,26 +442,31 @@ def sample(selection: Selection, *, formats: tuple[str, ...] = SAMPLE_FORMATS) -
         spec = LayerSpec(kv_heads=2, query_heads=8, key_dim=128, value_dim=128)
         if fmt.rope is not None:
             spec = LayerSpec(kv_heads=1, query_heads=8, key_dim=512 + 64, value_dim=512, latent=True)
-        lanes, _ = make_lanes(CacheLayout((spec,), fmt, page_size=128, dtype=torch.bfloat16))
-        try:
-            supports = [backend.support(lane.layout) for lane in lanes]
-            features = frozenset[str].intersection(*(support.features for support in supports))
-            missing = [
-                unmet(support, lane.layout, tiered=fmt.tiered) for lane, support in zip(lanes, supports, strict=True)
-            ]
-            reasons = tuple(dict.fromkeys(reason for found in missing for reason in found))
-            workspace = "history" if any(s.workspace == "history" for s in supports) else "bounded"
-            rule = "; ".join(dict.fromkeys(support.scale_rule for support in supports if support.scale_rule))
-            answer = FormatSupport(text, reasons, workspace, tuple(sorted(features)), rule)
-        except Exception as error:
-            answer = FormatSupport(text, (f"support() raised {describe(error)}",), "", ())
-        answers.append(answer)
+        answers.append(answer(backend, text, CacheLayout((spec,), fmt, page_size=128, dtype=torch.bfloat16)))
     return Capability(
         torch_device=str(backend.torch_device),
         execution=backend.execution,
         operations=dict(operations(backend)),
         facts={**selection.probe.facts, **backend.facts()},
         formats=tuple(answers),
+    )
+
+
+def answer(backend: Backend, format: str, layout: CacheLayout) -> FormatSupport:
+    """What a backend says of a layout in this format."""
+    from kvport.tiers import make_lanes
+
+    try:
+        found = ask(backend, make_lanes(layout)[0])
+    except Exception as error:
+        return FormatSupport(format, (f"support() raised {describe(error)}",), "", ())
+    return FormatSupport(
+        format,
+        found.refusals,
+        found.workspace,
+        tuple(sorted(found.features)),
+        found.scale_rule,
+        undeclared(found.features, FEATURES - STORAGE_FEATURES),
     )
 
 

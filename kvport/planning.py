@@ -26,9 +26,10 @@ from dataclasses import asdict, astuple, dataclass
 from typing import Any, Final, Literal
 
 from kvport.arguments import whole_number
-from kvport.backend import Backend, unmet
+from kvport.backend import Backend
 from kvport.digests import part_of
 from kvport.errors import InvalidArgument
+from kvport.features import ask
 from kvport.formats import CacheFormat, TensorFormat
 from kvport.layout import DEFAULT_PAGE_SIZE, CacheLayout, Group
 from kvport.model_config import ModelGeometry, read_model_config
@@ -309,13 +310,8 @@ class _Planner:
         self.refusals: tuple[str, ...] = ()
         self.scale_rule = ""
         if backend is not None:
-            answers = [backend.support(lane.layout) for lane in self.lanes]
-            missing = [
-                unmet(answer, lane.layout, tiered=self.tiers[lane.group].tiered)
-                for lane, answer in zip(self.lanes, answers, strict=True)
-            ]
-            self.refusals = tuple(dict.fromkeys(reason for found in missing for reason in found))
-            self.scale_rule = "; ".join(dict.fromkeys(a.scale_rule for a in answers if a.scale_rule))
+            answer = ask(backend, self.lanes)
+            self.refusals, self.scale_rule = answer.refusals, answer.scale_rule
         asked = backend is not None and not self.refusals
         self.device_bytes = [backend.page_bytes(lane.layout) if asked and backend else None for lane in self.lanes]
         self.sizes = [

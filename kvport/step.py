@@ -48,11 +48,16 @@ class Step(Body):
         super().__init__(cache, 0, fresh)
         if fresh == "exact":  # the history and the step's own tokens are merged by their LSE
             for group in range(len(cache._tiers)):
-                self._check_features(group, lse=True)
+                cache._require(group, {"lse"}, "attend to exact fresh tokens of")
         self._sequences, self._counts, self._ids = _read_tokens(cache, tokens)
         starts = [0, *accumulate(self._counts)]
         self.rows = {s: slice(a, b) for s, (a, b) in zip(self._sequences, pairwise(starts), strict=True)}
         self.tokens = starts[-1]
+        self._phases = frozenset(
+            "verify" if sequence.length else "prefill"
+            for sequence, count in zip(self._sequences, self._counts, strict=True)
+            if count > 1
+        )
         self._admit()
         # What commit takes over and rollback gives back. Sequences are not touched before commit.
         lanes = len(cache._lanes)

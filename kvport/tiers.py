@@ -26,10 +26,14 @@ from kvport.layout import CacheLayout, GroupLayout
 
 @dataclass(frozen=True)
 class Lane:
-    """One pool of pages: the layers of ``group`` in one format. ``layout`` is what the backend sees."""
+    """One pool of pages: the layers of ``group`` in one format. ``layout`` is what the backend sees.
+
+    ``tiered``: it is one tier of two, which are merged.
+    """
 
     group: int
     layout: GroupLayout
+    tiered: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,7 +61,7 @@ class Tiers:
 def make_lanes(layout: CacheLayout) -> tuple[tuple[Lane, ...], tuple[Tiers, ...]]:
     """The lanes of a cache and, for each group, which of them are its tiers."""
     lanes = [
-        Lane(number, replace(group.layout, format=group.layout.format.far()))
+        Lane(number, replace(group.layout, format=group.layout.format.far()), group.layout.format.tiered)
         for number, group in enumerate(layout.groups)
     ]
     tiers = []
@@ -68,7 +72,7 @@ def make_lanes(layout: CacheLayout) -> tuple[tuple[Lane, ...], tuple[Tiers, ...]
             near = len(lanes)
             code = fmt.near or TensorFormat(dtype_name(layout.dtype))
             near_format = CacheFormat(code, code, rope=code if group.layout.latent else None)
-            lanes.append(Lane(number, replace(group.layout, format=near_format)))
+            lanes.append(Lane(number, replace(group.layout, format=near_format), tiered=True))
         tiers.append(Tiers(number, near, fmt.sink, fmt.recent))
     return tuple(lanes), tuple(tiers)
 

@@ -118,6 +118,7 @@ def test_text_of_a_capability(capsys: pytest.CaptureFixture[str], monkeypatch: p
         "execution     hardware, tensors on torch device cpu",
         "refuses       int2:g32:asym:scale=fp16  kivi2: int2 is not in this chip, nearest is int4",
         "features      lse, prefill",
+        "lacks         feature window is not declared, needed for a sliding window; feature softcap is not",
         "memory        attend grows with the history for every format",
         "a sample of every family, asked at head_dim 128",
         "inherited     page_bytes, allocate",

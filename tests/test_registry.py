@@ -475,10 +475,10 @@ def test_listing_survives_everything(install: Install) -> None:
     assert refused == {
         "int2:g32:asym:scale=fp16": why,
         "kivi2": why,
-        "k=int4:g64:outliers=4,v=int4:g64": ("feature outliers is not declared",),
-        "int4:g64:sparse=32": ("feature sparse is not declared",),
-        "latent=bf16,rope=bf16": ("feature latent is not declared",),
-        "latent=int8:g128,rope=bf16": ("feature latent is not declared",),
+        "k=int4:g64:outliers=4,v=int4:g64": ("feature outliers is not declared, needed for outlier channels",),
+        "int4:g64:sparse=32": ("feature sparse is not declared, needed for sparse outliers",),
+        "latent=bf16,rope=bf16": ("feature latent is not declared, needed for latent (MLA) layers",),
+        "latent=int8:g128,rope=bf16": ("feature latent is not declared, needed for latent (MLA) layers",),
     }
     assert {answer.features for answer in goodchip.capability.formats if not answer.reasons} == {("lse", "prefill")}
     assert rows["good-extra"][0].usable

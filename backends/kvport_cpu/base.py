@@ -16,8 +16,9 @@ from torch import Tensor
 
 from kvport import codec
 from kvport.attention import Read, attend_sequence
-from kvport.backend import FEATURES, Backend, Limits, Plan, StepArrays, Store, Support
+from kvport.backend import Backend, Limits, Plan, StepArrays, Store, Support
 from kvport.errors import InvalidArgument, Unsupported
+from kvport.features import FEATURES
 from kvport.formats import TensorFormat
 from kvport.layout import GroupLayout
 from kvport.scales import LayerScales, SideScales

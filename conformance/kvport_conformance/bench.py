@@ -22,8 +22,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from kvport.backend import Backend, Limits, Plan, StepArrays, Store, Support, storage_features
+from kvport.backend import Backend, Limits, Plan, StepArrays, Store, Support
 from kvport.errors import ScaleError, Unsupported
+from kvport.features import unmet
 from kvport.layout import GroupLayout
 from kvport.scales import LayerScales, SideScales
 from kvport_conformance import hints, inputs, judge, oracle_attention, oracle_rotation
@@ -135,24 +136,22 @@ class Bench:
         """The model's float dtype: that of K, V and queries."""
         return self.geometry.dtype
 
-    def layout(self, format_text: str | None = None, geometry: Geometry | None = None) -> GroupLayout:
-        """The layout of the case (or of another format and geometry); ends the case where the backend declines it."""
+    def layout(
+        self, format_text: str | None = None, geometry: Geometry | None = None, *, tiered: bool = False
+    ) -> GroupLayout:
+        """The layout of the case (or of another format and geometry, or of one tier of two); ends the case where the
+        backend declines it."""
         layout = group_layout(format_text or self.case.format, geometry or self.geometry)
-        self.require(layout)
+        self.require(layout, tiered=tiered)
         return layout
 
-    def require(self, layout: GroupLayout) -> Support:
+    def require(self, layout: GroupLayout, *, tiered: bool = False) -> Support:
         """The backend's answer for a layout, which must be yes, with the features that the case needs."""
         support = self.backend.support(layout)
         if not isinstance(support, Support):
             raise Disagreement(f"support() must return a kvport.backend.Support, got {type(support).__name__}")
-        if not support.ok:
-            raise NotSupported("; ".join(support.reasons))
-        if lacking := sorted(storage_features(layout) - support.features):
-            raise NotSupported(f"features not declared for this layout: {', '.join(lacking)}")
-        wanted = set(self.case.requires) | ({"window"} if layout.window is not None else set())
-        if lacking := sorted(wanted - support.features):
-            raise NotSupported(f"features not declared for this layout: {', '.join(lacking)}")
+        if reasons := unmet(support, layout, tiered=tiered, wanted=self.case.requires):
+            raise NotSupported("; ".join(reasons))
         return support
 
     def allocate(

@@ -21,7 +21,7 @@ from kvport_conformance.axes import parse
 from kvport_conformance.bench import FILL, Bench, check_answer, judge_rows
 from kvport_conformance.content import Content, Ids
 from kvport_conformance.oracle_floats import Array
-from kvport_conformance.served import cache_layout, turned_queries, turned_values
+from kvport_conformance.served import cache_layout, recount, turned_queries, turned_values
 from kvport_conformance.tensors import DTYPES, fill_bytes, plane_to_numpy, poisoned_allocations, to_torch
 
 FLOAT_CODES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16"}
@@ -37,9 +37,9 @@ class Tiered:
         self.format = parse(bench.case.format)
         shape = bench.geometry
         near = self.format.near or TensorFormat(FLOAT_CODES[shape.dtype])
-        self.far_layout = bench.layout()
+        self.far_layout = bench.layout(tiered=True)
         rope = None if self.format.rope is None else near
-        self.near_layout = bench.layout(str(CacheFormat(near, near, rope=rope)))
+        self.near_layout = bench.layout(str(CacheFormat(near, near, rope=rope)), tiered=True)
         self.far_contents = [bench.content(self.far_layout, layer) for layer in range(shape.layers)]
         # Rows are turned before they reach a page: near pages hold them turned, and sealing turns nothing.
         self.near_contents = [
@@ -197,7 +197,7 @@ class Tiered:
                 ):
                     if pages.size:
                         self._check_pages(sequence, layer, prefix, contents[layer], pages, planes)
-        self.cache.check()
+        recount(self.cache)
 
     def _check_pages(
         self,

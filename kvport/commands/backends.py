@@ -93,6 +93,10 @@ def _capability(found: Capability) -> Iterator[str]:
     features = sorted({feature for answer in supported for feature in answer.features})
     everywhere = [feature for feature in features if all(feature in answer.features for answer in supported)]
     yield from _field("  features", ", ".join(f if f in everywhere else f"{f} (some formats)" for f in features))
+    lacking = dict.fromkeys(reason for answer in supported for reason in answer.lacking)
+    lacks = [r if all(r in a.lacking for a in supported) else f"{r} (some formats)" for r in lacking]
+    if supported:
+        yield from _field("  lacks", "; ".join(lacks) or "nothing")
     if history := [answer.format for answer in supported if answer.workspace == "history"]:
         which = "every format" if len(history) == len(supported) else "  ".join(history)
         yield from _field("  memory", f"attend grows with the history for {which}")

@@ -194,9 +194,7 @@ def _worst(found: Comparison) -> Table:
 
 def _failed(found: Comparison) -> Table:
     rows = [
-        [column.name, shown(identity), _line(reason)]
-        for column in found.columns
-        for identity, reason in column.failed
+        [column.name, shown(identity), _line(reason)] for column in found.columns for identity, reason in column.failed
     ]
     return Table("Failed", "", ["backend", "case", "reason"], rows, listing=True)
 
@@ -233,20 +231,12 @@ def _inputs(found: Comparison) -> Table:
 
 
 def _waived(found: Comparison) -> Table:
-    rows = [
-        [column.name, shown(identity), _line(why)]
-        for column in found.columns
-        for identity, why in column.waived
-    ]
+    rows = [[column.name, shown(identity), _line(why)] for column in found.columns for identity, why in column.waived]
     return Table("Waived: known failures", "", ["backend", "case", "waiver"], rows, listing=True)
 
 
 def _lacks(found: Comparison) -> Table:
-    rows = [
-        [column.name, str(count), _line(why)]
-        for column in found.columns
-        for why, count in column.lacks
-    ]
+    rows = [[column.name, str(count), _line(why)] for column in found.columns for why, count in column.lacks]
     return Table("What each lacks", "Cases declined, by the backend's reason.", ["backend", "cases", "reason"], rows,
                  listing=True)  # fmt: skip
 

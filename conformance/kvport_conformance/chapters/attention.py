@@ -41,7 +41,7 @@ from kvport_conformance.cases import check
 from kvport_conformance.served import Served
 from kvport_conformance.tensors import FORMS, to_torch
 from kvport_conformance.tiered import Tiered
-from kvport_conformance.verdicts import Disagreement, NotSupported
+from kvport_conformance.verdicts import Disagreement
 
 CHAPTER: Final = "attention"
 
@@ -89,7 +89,7 @@ def phases(bench: Bench) -> None:
     bench.figures.more["phase_difference"] = largest
 
 
-@check(CHAPTER, kinds(BASE, MODEL), requires=("prefill",))
+@check(CHAPTER, kinds(BASE, MODEL), requires=("prefill", "verify"))
 def streamed(bench: Bench) -> None:
     """A sequence that grows chunk by chunk sees all that came before, and nothing of what the pages held earlier."""
     layout = bench.layout()
@@ -106,7 +106,7 @@ def streamed(bench: Bench) -> None:
             held.attend(layer, plan, bench.queries(layout, count, start=length))
 
 
-@check(CHAPTER, kinds(), requires=("verify",))
+@check(CHAPTER, kinds(), requires=("prefill", "verify"))
 def verify(bench: Bench) -> None:
     """Batches of 2 to 8 query tokens, around page boundaries, are the single steps they stand for."""
     layout = bench.layout()
@@ -153,6 +153,7 @@ def mixed_batch(bench: Bench) -> None:
 @check(
     CHAPTER,
     product(("int8", "int4:g16:asym"), RATIOS) + product(("int8",), HALF_RATIOS) + product(FORMATS, RATIOS, "full"),
+    requires=("verify",),
 )
 def head_ratios(bench: Bench) -> None:
     """Query head h reads KV head h // (query_heads / kv_heads), at every ratio from 1 to 16."""
@@ -162,7 +163,11 @@ def head_ratios(bench: Bench) -> None:
     held.attend(0, [Row(pages, length, 2), Row(pages, 3)], bench.queries(layout, 3))
 
 
-@check(CHAPTER, product(("int8", "bf16", "int4:g16:asym"), HALF_GEOMETRIES) + product(FORMATS, HALF_GEOMETRIES, "full"))
+@check(
+    CHAPTER,
+    product(("int8", "bf16", "int4:g16:asym"), HALF_GEOMETRIES) + product(FORMATS, HALF_GEOMETRIES, "full"),
+    requires=("verify",),
+)
 def half_queries(bench: Bench) -> None:
     """Models in half precision: outputs in the query's dtype, LSE in float32."""
     layout = bench.layout()
@@ -200,6 +205,7 @@ def few_tokens(bench: Bench) -> None:
     CHAPTER,
     [v for form in FORMS[1:] for v in (*product(("int8",), (BASE,), form=form), *half_kinds(form=form))]
     + [v for form in FORMS[1:] for v in product(FORMATS, (BASE, MODEL), "full", form=form)],
+    requires=("verify",),
 )
 def strided_queries(bench: Bench) -> None:
     """Queries may be views of any strides."""
@@ -210,7 +216,7 @@ def strided_queries(bench: Bench) -> None:
     held.attend(0, [Row(pages, length, 3), Row(pages, 5)], query, form=bench.option("form"))
 
 
-@check(CHAPTER, kinds())
+@check(CHAPTER, kinds(), requires=("verify",))
 def plans(bench: Bench) -> None:
     """A plan serves every layer, and stays valid after another plan was made and used."""
     layout = bench.layout()
@@ -234,7 +240,7 @@ def plans(bench: Bench) -> None:
         held.attend(layer, third, bench.queries(layout, 3))
 
 
-@check(CHAPTER, kinds())
+@check(CHAPTER, kinds(), requires=("verify",))
 def owned_outputs(bench: Bench) -> None:
     """What attend returned stays as it was when attend, append and gather run again."""
     layout = bench.layout()
@@ -253,7 +259,7 @@ def owned_outputs(bench: Bench) -> None:
             raise Disagreement(f"the {name} of an attend changed when the backend worked again")
 
 
-@check(CHAPTER, product(KINDS, (BASE,)) + half_kinds() + product(FORMATS, (MODEL,), "full"))
+@check(CHAPTER, product(KINDS, (BASE,)) + half_kinds() + product(FORMATS, (MODEL,), "full"), requires=("verify",))
 def steep(bench: Bench) -> None:
     """Scores of several hundred, of either sign: the softmax neither overflows nor loses its smallest terms."""
     layout = bench.layout()
@@ -299,7 +305,7 @@ def _long(bench: Bench, length: int) -> None:
     held.attend(0, [Row(pages, length), Row(pages, length)], query)
 
 
-@check(CHAPTER, kinds())
+@check(CHAPTER, kinds(), requires=("verify",))
 def read_only(bench: Bench) -> None:
     """plan, attend, gather and export leave every byte of the store as it was."""
     layout = bench.layout()
@@ -314,7 +320,7 @@ def read_only(bench: Bench) -> None:
             raise Disagreement(f"reading changed buffer {name!r}")
 
 
-@check(CHAPTER, product(("int8",), (BASE,)) + half_kinds())
+@check(CHAPTER, product(("int8",), (BASE,)) + half_kinds(), requires=("prefill", "verify"))
 def shuffled_batch(bench: Bench) -> None:
     """Sequences in another order in the batch, with their pages on other ids, give the same outputs."""
     layout = bench.layout()
@@ -355,10 +361,8 @@ def _lives() -> list[Variant]:
 @check(CHAPTER, _lives(), requires=("prefill", "verify"))
 def lifecycle(bench: Bench) -> None:
     """A sequence is prefilled in one go and in chunks, decoded, verified, rolled back, forked, moved, and goes on."""
-    layout, wanted = bench.layout(), bench.option("phase")
     tiered = parse(bench.case.format).tiered
-    if tiered and not bench.gives_lse(layout):
-        raise NotSupported("features not declared for this layout: lse, by which tiers are merged")
+    layout, wanted = bench.layout(tiered=tiered), bench.option("phase")
     size, alone = layout.page_size, wanted != "all"
     cache: Served | Tiered = Tiered(bench, 30, 40) if tiered else Served(bench, 40)
     sequence = cache.sequence()
@@ -401,6 +405,7 @@ def lifecycle(bench: Bench) -> None:
 @check(
     CHAPTER,
     product((LATENT_FORMATS[0], LATENT_FORMATS[1]), (MLA,)) + product(LATENT_FORMATS, LATENT_GEOMETRIES, "full"),
+    requires=("verify",),
 )
 def absorbed(bench: Bench) -> None:
     """Queries with the up-projection absorbed give what attention over explicitly projected K and V gives."""

@@ -79,7 +79,7 @@ def window(bench: Bench) -> None:
     CHAPTER,
     product(KINDS, (geometry(2, 4, 64, 16, window=20),))
     + product(FORMATS, (geometry(2, 4, 64, 16, window=20),), "full"),
-    requires=("window",),
+    requires=("window", "verify"),
 )
 def passed_window(bench: Bench) -> None:
     """Pages that a window has passed were freed: their table entries are the spare page, and kv_start says so."""
@@ -96,19 +96,19 @@ def passed_window(bench: Bench) -> None:
         held.attend(layer, rows, bench.queries(layout, 3))
 
 
-@check(CHAPTER, families(), requires=("softcap",))
+@check(CHAPTER, families(), requires=("softcap", "prefill", "verify"))
 def softcap(bench: Bench) -> None:
     """Scores s become cap * tanh(s / cap), after the scale and before the softmax."""
     _attend(bench, softcap=3.5)
 
 
-@check(CHAPTER, families(), requires=("sinks",))
+@check(CHAPTER, families(), requires=("sinks", "prefill", "verify"))
 def sink_logits(bench: Bench) -> None:
     """A sink logit per query head takes its share of the softmax and of the LSE, and adds nothing to the output."""
     _attend(bench, sinks=sinks(bench))
 
 
-@check(CHAPTER, kinds(), requires=("sinks",))
+@check(CHAPTER, kinds(), requires=("sinks", "verify"))
 def extreme_sinks(bench: Bench) -> None:
     """Sinks far above and far below every score, and on a sequence of one token."""
     layout = bench.layout()
@@ -118,7 +118,7 @@ def extreme_sinks(bench: Bench) -> None:
         held.attend(0, [Row(pages, layout.page_size + 3, 2), Row(pages, 1)], bench.queries(layout, 3), sinks=logits)
 
 
-@check(CHAPTER, kinds(BASE, MODEL))
+@check(CHAPTER, kinds(BASE, MODEL), requires=("prefill", "verify"))
 def scaled(bench: Bench) -> None:
     """The scale of the scores is the one given, whatever the head dim."""
     _attend(bench, scale=0.31)
@@ -140,7 +140,7 @@ def _partials() -> list[Variant]:
     return families() + product(("int8",), (geometry(2, 4, 64, 16, window=40),))
 
 
-@check(CHAPTER, _partials(), requires=("lse",))
+@check(CHAPTER, _partials(), requires=("lse", "verify"))
 def partials(bench: Bench) -> None:
     """Partials over parts of the keys are float32 and, merged by their LSE, are attention over all of them."""
     layout = bench.layout()
@@ -178,7 +178,7 @@ def partials(bench: Bench) -> None:
             raise Disagreement(f"merged partials: {name} is {ratio:.3g} times its bound off")
 
 
-@check(CHAPTER, kinds())
+@check(CHAPTER, kinds(), requires=("verify",))
 def inherited_arguments(bench: Bench) -> None:
     """An option of one call does not stay for the next: plain attention after a capped one, and after sinks."""
     layout = bench.layout()

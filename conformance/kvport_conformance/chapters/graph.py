@@ -24,7 +24,7 @@ CHAPTER: Final = "graph"
 @check(
     CHAPTER,
     product(FAMILIES, (BASE,)) + half_kinds() + product(FORMATS, (BASE, MODEL), "full"),
-    requires=("graph",),
+    requires=("graph", "prefill"),
 )
 def decode(bench: Bench) -> None:
     """One decode graph: lengths cross pages, sequences come, go and swap rows, freed pages serve others."""
@@ -58,7 +58,7 @@ def verify(bench: Bench) -> None:
     served.check()
 
 
-@check(CHAPTER, kinds(), requires=("graph", "verify", "prefill"))
+@check(CHAPTER, kinds(), requires=("graph", "prefill", "verify"))
 def mixed(bench: Bench) -> None:
     """One graph takes chunks of a prompt beside decode and verification."""
     served = Replayed(bench, 16, seqs=3, tokens=24)

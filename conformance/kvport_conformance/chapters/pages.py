@@ -161,7 +161,7 @@ def _large(bench: Bench, pages: int) -> Held:
     return held
 
 
-@check(CHAPTER, families())
+@check(CHAPTER, families(), requires=("verify",))
 def empty_sequences(bench: Bench) -> None:
     """A sequence of length 0 gives zeros and LSE -inf, alone and among others."""
     layout = bench.layout()

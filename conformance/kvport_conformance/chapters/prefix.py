@@ -14,7 +14,7 @@ from kvport_conformance.verdicts import Disagreement
 CHAPTER: Final = "prefix"
 
 
-@check(CHAPTER, families())
+@check(CHAPTER, families(), requires=("verify",))
 def shared_pages(bench: Bench) -> None:
     """Sequences whose tables name the same pages, each with a tail of its own, attend as if they shared nothing."""
     layout = bench.layout()
@@ -35,7 +35,11 @@ def shared_pages(bench: Bench) -> None:
     held.check()
 
 
-@check(CHAPTER, families() + product(("int8",), GEOMETRIES[2:]) + product(FORMATS, GEOMETRIES, "full"))
+@check(
+    CHAPTER,
+    families() + product(("int8",), GEOMETRIES[2:]) + product(FORMATS, GEOMETRIES, "full"),
+    requires=("prefill", "verify"),
+)
 def forked(bench: Bench) -> None:
     """A fork in mid-page goes its own way: neither branch sees the other's tokens, in any layer."""
     served = Served(bench, 12)
@@ -54,7 +58,7 @@ def forked(bench: Bench) -> None:
     served.check()
 
 
-@check(CHAPTER, families())
+@check(CHAPTER, families(), requires=("prefill", "verify"))
 def branches(bench: Bench) -> None:
     """Three branches of one sequence, forked at different lengths, step in one batch; beams reorder and die."""
     served = Served(bench, 16)
@@ -73,7 +77,7 @@ def branches(bench: Bench) -> None:
     served.check()
 
 
-@check(CHAPTER, families())
+@check(CHAPTER, families(), requires=("prefill", "verify"))
 def prefix_hit(bench: Bench) -> None:
     """A prompt found in the prefix index gives the same codes, scales and outputs as one computed anew."""
     served = Served(bench, 16)
@@ -98,7 +102,7 @@ def prefix_hit(bench: Bench) -> None:
     served.check()
 
 
-@check(CHAPTER, families())
+@check(CHAPTER, families(), requires=("prefill", "verify"))
 def truncated(bench: Bench) -> None:
     """Tokens that were truncated away leave no trace in the page: what follows is as if they never were."""
     served = Served(bench, 12)
@@ -115,7 +119,7 @@ def truncated(bench: Bench) -> None:
         raise Disagreement("after truncations a sequence's pages differ from those of one that never was longer")
 
 
-@check(CHAPTER, families())
+@check(CHAPTER, families(), requires=("verify",))
 def reused_pool(bench: Bench) -> None:
     """A pool that is full, freed and filled again, three times over, gives the same bits every time."""
     served = Served(bench, 6, share=False)
@@ -135,7 +139,7 @@ def reused_pool(bench: Bench) -> None:
         served.free(other)
 
 
-@check(CHAPTER, kinds())
+@check(CHAPTER, kinds(), requires=("prefill", "verify"))
 def rolled_back(bench: Bench) -> None:
     """A step that is left by an exception, or that lacks pages, leaves every committed token as it was."""
     served = Served(bench, 5)
@@ -163,7 +167,11 @@ def rolled_back(bench: Bench) -> None:
     served.check()
 
 
-@check(CHAPTER, product(("int8", "int4:g16:asym"), (BASE,)) + product(("int8",), HALF_MODELS[:1]))
+@check(
+    CHAPTER,
+    product(("int8", "int4:g16:asym"), (BASE,)) + product(("int8",), HALF_MODELS[:1]),
+    requires=("prefill", "verify"),
+)
 def long_stress(bench: Bench) -> None:
     """A few hundred forks, appends, truncations and frees in a small pool, in an order drawn from the seed."""
     from kvport_conformance import inputs

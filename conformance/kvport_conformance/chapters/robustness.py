@@ -7,8 +7,9 @@ from typing import Any, Final
 import numpy as np
 import torch
 
-from kvport.backend import FEATURES, OPERATIONS, Support, operations
+from kvport.backend import OPERATIONS, Support, operations
 from kvport.errors import KVPortError, Unsupported
+from kvport.features import FEATURES
 from kvport_conformance import allocation, bounds
 from kvport_conformance.axes import (
     BASE,
@@ -121,7 +122,7 @@ def own_storage(bench: Bench) -> None:
         raise Disagreement(f"storage {name!r} {what} was accepted; it must be refused with a kvport error")
 
 
-@check(CHAPTER, kinds())
+@check(CHAPTER, kinds(), requires=("verify",))
 def two_stores(bench: Bench) -> None:
     """Stores of one backend, of the same and of other layouts, do not touch each other, nor each other's plans."""
     layout = bench.layout()
@@ -141,6 +142,7 @@ def two_stores(bench: Bench) -> None:
 @check(
     CHAPTER,
     product(("int8", "fp32"), (geometry(1, 4, 64, 128, layers=1),)) + product(CORE, (MODEL,), "full"),
+    requires=("verify",),
 )
 def bounded_workspace(bench: Bench) -> None:
     """Where the workspace is declared bounded, attend needs no more memory at 8192 tokens than at 2048."""

@@ -72,7 +72,7 @@ def sealed(bench: Bench) -> None:
             raise Disagreement("sealing wrote pages other than its targets")
 
 
-@check(CHAPTER, product(SEALED_ONLY, (BASE,)) + product(SEALED_ONLY, (MODEL,), "full"))
+@check(CHAPTER, product(SEALED_ONLY, (BASE,)) + product(SEALED_ONLY, (MODEL,), "full"), requires=("verify",))
 def sealed_foreign(bench: Bench) -> None:
     """Whole-page groups imported from the judge come back unchanged and are what attention reads."""
     layout = bench.layout()
@@ -88,7 +88,7 @@ def sealed_foreign(bench: Bench) -> None:
     held.check()
 
 
-@check(CHAPTER, _tiered(), requires=("lse",))
+@check(CHAPTER, _tiered(), requires=("lse", "prefill", "verify"))
 def replayed(bench: Bench) -> None:
     """Steps of many sizes: which tokens are near and which far is exactly the rule's, and outputs follow from it."""
     tiered = Tiered(bench, 24, 24)
@@ -102,7 +102,7 @@ def replayed(bench: Bench) -> None:
         tiered.check()
 
 
-@check(CHAPTER, _tiered(), requires=("lse",))
+@check(CHAPTER, _tiered(), requires=("lse", "prefill", "verify"))
 def tier_edges(bench: Bench) -> None:
     """Token by token over every length at which a page may seal: one token earlier and it must not, then it must."""
     tiered = Tiered(bench, 24, 24)
@@ -117,7 +117,7 @@ def tier_edges(bench: Bench) -> None:
             tiered.check()
 
 
-@check(CHAPTER, _tiered(), requires=("lse",))
+@check(CHAPTER, _tiered(), requires=("lse", "prefill", "verify"))
 def forked_tiers(bench: Bench) -> None:
     """Forks and truncations of tiered sequences: the near tail is each branch's own, sealed pages are shared."""
     tiered = Tiered(bench, 24, 40)
@@ -134,7 +134,11 @@ def forked_tiers(bench: Bench) -> None:
     tiered.check()
 
 
-@check(CHAPTER, product(TIERED[:3], (BASE,)) + product(HALF_TIERED[:1], HALF_MODELS[:1]), requires=("lse",))
+@check(
+    CHAPTER,
+    product(TIERED[:3], (BASE,)) + product(HALF_TIERED[:1], HALF_MODELS[:1]),
+    requires=("lse", "prefill", "verify"),
+)
 def pinned(bench: Bench) -> None:
     """Pages of pinned tokens stay in higher precision whole, those of another sequence do not."""
     tiered = Tiered(bench, 24, 24)

@@ -66,7 +66,7 @@ def image(bench: Bench) -> None:
                 )
 
 
-@check(CHAPTER, families())
+@check(CHAPTER, families(), requires=("prefill", "verify"))
 def saved(bench: Bench) -> None:
     """Saved to a file, loaded and inserted into a second cache, a sequence goes on as if it had never moved."""
     served, other = Served(bench, 6), Served(bench, 8)
@@ -88,7 +88,9 @@ def saved(bench: Bench) -> None:
 
 
 @check(
-    CHAPTER, product(KINDS, (BASE,)) + half_kinds() + product(CORE, (MODEL,)) + product(FORMATS, (BASE, MODEL), "full")
+    CHAPTER,
+    product(KINDS, (BASE,)) + half_kinds() + product(CORE, (MODEL,)) + product(FORMATS, (BASE, MODEL), "full"),
+    requires=("verify",),
 )
 def foreign_image(bench: Bench) -> None:
     """An image that the judge made, with codes no encoder would produce, is inserted, attended to, and comes back."""
@@ -116,7 +118,7 @@ def foreign_image(bench: Bench) -> None:
     served.check()
 
 
-@check(CHAPTER, product(KINDS, (geometry(2, 4, 64, 16, window=20),)), requires=("window",))
+@check(CHAPTER, product(KINDS, (geometry(2, 4, 64, 16, window=20),)), requires=("window", "prefill", "verify"))
 def window_image(bench: Bench) -> None:
     """A sequence past its window moves with the pages that it still holds, and goes on the same."""
     served = Served(bench, 10)

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kvport import codec, sparse
-from kvport.backend import FEATURES, Store, Support
+from kvport.backend import Store, Support
+from kvport.features import FEATURES
 from kvport.layout import GroupLayout
 from kvport.outliers import put_channels, take_channels
 from kvport.scales import LayerScales

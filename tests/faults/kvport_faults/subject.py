@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from kvport import codec
-from kvport.backend import ATTENTION_FEATURES, Plan, StepArrays, Store, Support
+from kvport.backend import Plan, StepArrays, Store, Support
+from kvport.features import ATTENTION_FEATURES
 from kvport.formats import TensorFormat
 from kvport.layout import GroupLayout
 from kvport.scales import SideScales
