@@ -418,7 +418,7 @@ def _encode_around(
     rest = _without_kept(spec)
     if spec.outliers:
         taken = _channel_mask(spec, channels, x.shape)
-        planes = {"outliers": np.stack([x[:, h, taken[0, h]] for h in range(x.shape[1])], axis=1)}
+        planes = {"outliers": np.take_along_axis(x, np.asarray(channels, np.int64)[None], axis=-1)}
     else:
         taken, planes = _sparse_choice(spec, x, static_scale, static_zero)
     filled = np.where(taken, np.float32(0.0), x)
@@ -710,8 +710,7 @@ def decode(
             decoded = decode(_without_kept(spec), rest, dim, static_scale, static_zero).copy()
             if spec.outliers:
                 mask = _channel_mask(spec, channels, decoded.shape)
-                for head in range(decoded.shape[1]):
-                    decoded[:, head, mask[0, head]] = planes["outliers"][:, head]
+                decoded[mask] = planes["outliers"].ravel()  # both in the order of tokens, heads and channels
                 return decoded
             index = planes["sparse_index"]
             for page, head, entry in np.argwhere((index >= 0) & (index < spec.page * dim)).tolist():

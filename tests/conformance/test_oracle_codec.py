@@ -793,6 +793,23 @@ def test_planes_have_the_published_shapes_and_tokens_are_independent(spec: Codec
         np.testing.assert_array_equal(per_token[share, 1:], alone[name])
 
 
+@pytest.mark.parametrize(
+    "spec",
+    [
+        *DYNAMIC_SPECS,
+        CodecSpec("int4", "group", 16, outliers=2),
+        CodecSpec("int8", outliers=2),
+        CodecSpec("int4", sparse=3, page=16),
+    ],
+    ids=lambda spec: f"{spec_id(spec)}-{spec.outliers}-{spec.sparse}",
+)
+def test_no_token_at_all_has_planes_too(spec: CodecSpec) -> None:
+    channels = [[1, 5], [0, 63]] if spec.outliers else None
+    encoded = encode(spec, np.zeros((0, 2, 64), np.float32), channels=channels)
+    assert {n: (p.shape, p.dtype) for n, p in encoded.planes.items()} == plane_shapes(spec, 0, 2, 64)
+    assert decode(spec, encoded.planes, 64, channels=channels).shape == (0, 2, 64)
+
+
 @pytest.mark.parametrize("spec", DYNAMIC_SPECS, ids=spec_id)
 @pytest.mark.parametrize("factor", [1.0, 1e-6, 1e5, 1e-38])
 def test_round_trip_stays_within_the_bound(spec: CodecSpec, factor: float) -> None:

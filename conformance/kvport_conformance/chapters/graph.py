@@ -9,7 +9,20 @@ import torch
 
 from kvport.backend import Limits, Plan
 from kvport.errors import OutOfPages
-from kvport_conformance.axes import BASE, FAMILIES, FORMATS, MODEL, geometry, half_kinds, kinds, product
+from kvport_conformance.axes import (
+    BASE,
+    FAMILIES,
+    FORMATS,
+    LATENT_FORMATS,
+    LATENT_GEOMETRIES,
+    MLA,
+    MODEL,
+    geometry,
+    half_kinds,
+    kinds,
+    mla,
+    product,
+)
 from kvport_conformance.bench import Bench, Held, Planned, Row
 from kvport_conformance.cases import check
 from kvport_conformance.chapters.features import sinks
@@ -20,10 +33,16 @@ from kvport_conformance.verdicts import Disagreement
 
 CHAPTER: Final = "graph"
 
+#: Latent layers of a half-precision model on pages that every kernel takes.
+HALF_LATENT: Final = mla(16, 512, 64, 64, dtype="bfloat16")
+
 
 @check(
     CHAPTER,
-    product(FAMILIES, (BASE,)) + half_kinds() + product(FORMATS, (BASE, MODEL), "full"),
+    product(FAMILIES, (BASE,))
+    + half_kinds()
+    + product(FORMATS, (BASE, MODEL), "full")
+    + product(LATENT_FORMATS, (*LATENT_GEOMETRIES, HALF_LATENT), "full"),
     requires=("graph", "prefill"),
 )
 def decode(bench: Bench) -> None:
@@ -44,7 +63,11 @@ def decode(bench: Bench) -> None:
     served.check()
 
 
-@check(CHAPTER, kinds() + product(("int8", "int4:g16"), (MODEL,)), requires=("graph", "verify"))
+@check(
+    CHAPTER,
+    kinds() + product(("int8", "int4:g16"), (MODEL,)) + product(LATENT_FORMATS, (MLA,), "full"),
+    requires=("graph", "verify"),
+)
 def verify(bench: Bench) -> None:
     """Drafts are verified by a graph, as many of a sequence as there are, and rejected ones are truncated away."""
     served = Replayed(bench, 14, seqs=3, tokens=9)
