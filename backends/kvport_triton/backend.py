@@ -39,6 +39,8 @@ PAGE_SIZES: Final = (16, 32, 64, 128, 256)
 MOST_GROUP: Final = 16
 DIMS: Final = range(16, 257)
 LATENT_DIMS: Final = range(16, 513)
+#: Query heads of a latent layer that a program takes at most, where tensor cores multiply.
+LATENT_ROWS: Final = 64
 #: The first GPUs that convert E4M3 in hardware.
 FP8_CAPABILITY: Final = (8, 9)
 #: The window of a layer without one: no position is that far from another.
@@ -47,6 +49,8 @@ POISON: Final = "poison"  # the name of the flag buffer beside the planes
 #: Channels a merge program takes, and partials it reads at a time.
 MERGE_CHANNELS: Final = 64
 MERGE_SPLITS: Final = 16
+#: The kinds of launch of a plan.
+KINDS: Final = ("decode", "verify", "prefill")
 _STAGED_FORMAT: Final = TensorFormat("bf16")
 _MODE_NUMBER: Final[dict[Mode, int]] = {
     "codes": CODES.value,
@@ -68,6 +72,8 @@ class TritonBackend(TorchBackend):
     stage_from: int = 256
     #: Bytes of the scratch that a run of pages is decoded into: about the L2 of a large GPU.
     stage_bytes: int = 64 << 20
+
+    runs: bool | None = None
 
     def __init__(self, device: str, torch_device: torch.device, *, interpreted: bool) -> None:
         super().__init__(device, torch_device)
@@ -244,7 +250,7 @@ class TritonBackend(TorchBackend):
         counts = np.diff(arrays.query_starts.numpy())
         few = counts[counts <= MOST_VERIFY]
         most = {"decode": 1, "verify": int(few.max(initial=1)), "prefill": int(counts.max(initial=1))}
-        heads, group = _blocks(layout, layout.query_heads)
+        heads, group = _blocks(layout, layout.query_heads, layout.dtype)
         shapes = self._shapes(layout, most)
         shapes["staged"] = self._tuning(layout, "prefill", "native", group, most["prefill"]).shape(1)
         # bf16 holds what the bound asks of bf16 queries, at any magnitude; float16 has neither room for large values.
@@ -268,7 +274,7 @@ class TritonBackend(TorchBackend):
         """As :meth:`plan` would cut the largest step, but without decoded runs, whose number depends on lengths."""
         layout = store.layout
         most = {"decode": 1, "verify": min(MOST_VERIFY, limits.query_tokens), "prefill": limits.query_tokens}
-        heads, group = _blocks(layout, layout.query_heads)
+        heads, group = _blocks(layout, layout.query_heads, layout.dtype)
         device, prepared = prepare_fixed(
             limits,
             self.torch_device,
@@ -293,10 +299,9 @@ class TritonBackend(TorchBackend):
 
         Work is cut for the layout's own dtype and heads; attend makes a second plan for a query of others.
         """
-        mode = self._mode(layout, layout.dtype)
-        _, group = _blocks(layout, layout.query_heads)
+        _, group = _blocks(layout, layout.query_heads, layout.dtype)
         return {
-            kind: self._tuning(layout, kind, mode, group, tokens).shape(self.processors)
+            kind: self._tuning(layout, kind, self._mode(layout, layout.dtype, kind), group, tokens).shape(self.processors)
             for kind, tokens in most.items()
         }
 
@@ -316,7 +321,7 @@ class TritonBackend(TorchBackend):
         layout = store.layout
         if partial and sinks is not None:
             raise InvalidArgument("sinks belong to the merged result: pass them once, not to a partial")
-        _, group = _blocks(layout, query.shape[1])
+        _, group = _blocks(layout, query.shape[1], query.dtype)
         plan = self._plan_for(store, query, plan)
         prepared: Prepared = plan.private
         out_dtype = torch.float32 if partial else query.dtype
@@ -348,11 +353,11 @@ class TritonBackend(TorchBackend):
         sinks: Tensor | None,
     ) -> None:
         layout = store.layout
-        mode = self._mode(layout, query.dtype)
+        mode = self._mode(layout, query.dtype, launch.kind)
         tuned = self._tuning(layout, launch.kind, mode, group, launch.row_count // group)
         tuned = replace(tuned, tile=launch.shape.tile)
         key, value = sides(layout)
-        heads, _ = _blocks(layout, query.shape[1])
+        heads, _ = _blocks(layout, query.shape[1], query.dtype)
         part_out, part_lse = self._scratch(plan.private, launch, layout, heads, lse)
         table = plan.device.page_table
         arguments: list[Any] = [query.detach(), *query.stride()]
@@ -376,7 +381,6 @@ class TritonBackend(TorchBackend):
         }
         grid = (launch.item_count * heads,)
         if layout.latent:
-            del shared["STAGES"]
             latent_kernel[grid](
                 *arguments, launch.row_count, layout.window or WIDEST, float(scale), float(softcap or 1.0),
                 MODE=_MODE_NUMBER[mode], M=max(16, triton.next_power_of_2(launch.row_count)),
@@ -387,6 +391,7 @@ class TritonBackend(TorchBackend):
             del constants["K_QUANTIZED"], constants["V_QUANTIZED"]
             decode_kernel[grid](
                 *arguments, float(scale), float(softcap or 1.0),
+                RUNS=layout.page_size <= tuned.tile if self.runs is None else self.runs,
                 N=max(8, triton.next_power_of_2(group)), **shared, **constants,
             )  # fmt: skip
         else:
@@ -439,7 +444,7 @@ class TritonBackend(TorchBackend):
         for run in staged.runs:
             stage_kernel[(staged.columns * layout.page_size // block, layout.kv_heads, 2)](
                 *arguments, bits_view(keys), bits_view(values), table, table.shape[1], run.sequence, run.first_column,
-                staged.columns, layout.kv_heads, PAGE=layout.page_size, BT=block,
+                staged.columns, layout.kv_heads, PAGE=layout.page_size, BT=block, INTERP=self.interpreted,
                 **key.constants("K_"), **value.constants("V_"),
             )  # fmt: skip
             attend_kernel[(run.item_count * layout.kv_heads,)](
@@ -520,7 +525,7 @@ class TritonBackend(TorchBackend):
             raise Unsupported("triton@cpu is an interpreter: how long it takes says nothing about a GPU")
         if reasons := self.support(layout).reasons:
             raise Unsupported(f"backend {self.name} cannot store {layout.format}", reasons)
-        if self._mode(layout, layout.dtype) != "codes":
+        if self._mode(layout, layout.dtype, "decode") != "codes":
             raise Unsupported(f"decode over {layout.format} with {layout.dtype} queries has one kernel shape")
         from kvport_triton import timing
 
@@ -579,14 +584,14 @@ class TritonBackend(TorchBackend):
 
         return launching(check_overflow=self.check_overflow)
 
-    def _mode(self, layout: GroupLayout, query: torch.dtype) -> Mode:
-        """How products are made; see :mod:`kvport_triton.kernels.attend`."""
+    def _mode(self, layout: GroupLayout, query: torch.dtype, kind: str) -> Mode:
+        """How a launch of this kind makes its products; see :mod:`kvport_triton.kernels.attend`."""
         key, value = layout.format.key, layout.format.value
         if query == torch.float32:
             return "exact"
         if layout.latent:
             return "rounded" if query == torch.bfloat16 else "exact"
-        if all(side.sliceable for side in sides(layout)):
+        if all(side.decodable if kind == "decode" else side.sliceable for side in sides(layout)):
             return "codes"
         if not key.quantized and not value.quantized and key.code_torch_dtype == value.code_torch_dtype == query:
             return "native"
@@ -595,6 +600,14 @@ class TritonBackend(TorchBackend):
         return "exact"
 
     def _tuning(self, layout: GroupLayout, kind: str, mode: Mode, group: int, tokens: int) -> Tuning:
+        found = self._table(layout, kind, mode, group, tokens)
+        if kind == "decode" and mode == "codes":
+            # A tile of decode lies within the tokens that share scales of channels.
+            blocks = [side.format.group for side in layout.sides if side.format.granularity == "channel_group"]
+            found = replace(found, tile=min([found.tile, *blocks]))
+        return found
+
+    def _table(self, layout: GroupLayout, kind: str, mode: Mode, group: int, tokens: int) -> Tuning:
         if kind == "decode" and mode == "codes" and self.tuned:
             found = self.tuned.get(overrides.key_of(self.gpu, layout))
             if found is not None:
@@ -611,7 +624,8 @@ class TritonBackend(TorchBackend):
         dtype than the layout's (its tiles differ); made once and kept beside the first."""
         layout = store.layout
         heads = query.shape[1]
-        if heads == layout.query_heads and self._mode(layout, query.dtype) == self._mode(layout, layout.dtype):
+        modes = ([self._mode(layout, dtype, kind) for kind in KINDS] for dtype in (query.dtype, layout.dtype))
+        if heads == layout.query_heads and next(modes) == next(modes):
             return plan
         prepared: Prepared = plan.private
         key = (heads, query.dtype)
@@ -722,12 +736,13 @@ def _has_flags(layout: GroupLayout) -> bool:
     return any(side.format.hides_nan for side in layout.sides)
 
 
-def _blocks(layout: GroupLayout, query_heads: int) -> tuple[int, int]:
+def _blocks(layout: GroupLayout, query_heads: int, query: torch.dtype) -> tuple[int, int]:
     """KV heads and the query heads of each, as programs divide them. A latent layer's query heads are taken by blocks,
-    each as if it had a KV head of its own: a program has room for 16 rows of a latent vector's length."""
+    each as if it had a KV head of its own."""
     if not layout.latent:
         return layout.kv_heads, query_heads // layout.kv_heads
-    group = next(n for n in range(min(MOST_GROUP, query_heads), 0, -1) if query_heads % n == 0)
+    most = LATENT_ROWS if query == torch.bfloat16 else MOST_GROUP
+    group = next(n for n in range(min(most, query_heads), 0, -1) if query_heads % n == 0)
     return query_heads // group, group
 
 

@@ -17,8 +17,9 @@ DTYPE_NUMBER: Final = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 FLOAT_CODE: Final = {"fp8_e4m3": 43, "fp8_e5m2": 52}
 #: And for static granularities.
 _STATIC_NUMBER: Final = {"tensor": 1, "head": 2, "channel": 3}
-#: The most slices of a row that attend keeps accumulators for.
+#: The most slices of a row that attend keeps accumulators for, and that decode does.
 MOST_SLICES: Final = 4
+MOST_DECODED_SLICES: Final = 16
 #: The shortest inner dimension of a float16 tensor-core product.
 LEAST_SLICE: Final = 16
 
@@ -58,6 +59,13 @@ class Side:
         """Whether attend's CODES mode has enough accumulators, and tensor cores long enough products, for this side."""
         slices = self.groups * self.per_byte
         return self.quantized and 0 < slices <= MOST_SLICES and self.dim // slices >= LEAST_SLICE
+
+    @property
+    def decodable(self) -> bool:
+        """Whether the decode kernel, which pads short slices and multiplies scales of channels in, takes this side."""
+        if not self.quantized or -LEAST_SLICE < self.groups < 0:
+            return False
+        return max(1, self.groups) * self.per_byte <= MOST_DECODED_SLICES
 
     def constants(self, prefix: str) -> dict[str, Any]:
         """Keyword arguments for a kernel, by ``prefix``: ``K_DIM``, ``K_BITS``, ..."""

@@ -35,9 +35,16 @@ class Tuning:
 
 
 def latent(mode: Mode, *, wide: bool, decoding: bool, group: int) -> Tuning:
-    """The shape of one launch over latent pages: rows are as long as a tile of others is wide. Not measured."""
-    tile = 32 if mode == "rounded" else 16
-    return Tuning(tile=tile, warps=8 if wide else 4, stages=1, waves=2, rows=group if decoding else 16)
+    """The shape of one launch over latent pages: rows are as long as a tile of others is wide."""
+    import os
+    rows = group if decoding else max(16, group)
+    if mode == "exact":
+        return Tuning(tile=16, warps=8 if wide else 4, stages=1, waves=2, rows=rows)
+    env = os.environ.get("LATENT")
+    if env:
+        t, w, st, wv = map(int, env.split(","))
+        return Tuning(tile=t, warps=w, stages=st, waves=wv, rows=rows)
+    return Tuning(tile=64, warps=8 if wide else 4, stages=2, waves=1, rows=rows)
 
 
 def interpreted(kind: str, group: int, most_tokens: int) -> Tuning:

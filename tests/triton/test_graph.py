@@ -306,6 +306,7 @@ def test_room_suffices_for_any_step(backend: Backend) -> None:
 # --- on a GPU -------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature")
 @pytest.mark.hardware
 def test_a_recorded_step_is_a_cuda_graph(backend: Backend) -> None:
     """The body's Python runs at capture and never again; nothing in a replay waits for the device."""

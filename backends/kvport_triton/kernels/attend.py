@@ -118,57 +118,59 @@ def _static_slice(
 
 
 @triton.jit
-def _exact_key(
+def _spread(
+    S, base, offset, POSITION: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, PER_BYTE: tl.constexpr,
+    GROUPS: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr,
+):
+    """Stored scales or zeros of tokens, for the codes at one position of each of ``WIDTH`` bytes: float32 (T, WIDTH).
+
+    Each is loaded once and repeated in registers, where its codes allow; an address for each code costs a load each.
+    """
+    T: tl.constexpr = offset.shape[0]
+    if GROUPS == 1:
+        where = base * PAGE + offset
+        return tl.broadcast_to(load_scale(S + where, where >= 0, SCALE)[:, None], (T, WIDTH))
+    elif GROUPS < 0:
+        # The tokens that share a scale are in one page, and begin at a multiple of their number.
+        BLOCKS: tl.constexpr = T // -GROUPS if T > -GROUPS else 1
+        channel = tl.minimum(tl.arange(0, WIDTH) * PER_BYTE + POSITION, DIM - 1)
+        first = tl.max(tl.reshape(base, (BLOCKS, T // BLOCKS)), 1)
+        block = tl.max(tl.reshape(offset // -GROUPS, (BLOCKS, T // BLOCKS)), 1)
+        where = (first[:, None] * DIM + channel[None, :]) * (PAGE // -GROUPS) + block[:, None]
+        scales = load_scale(S + where, where >= 0, SCALE)
+        return tl.reshape(tl.broadcast_to(scales[:, None, :], (BLOCKS, T // BLOCKS, WIDTH)), (T, WIDTH))
+    else:
+        BYTES: tl.constexpr = DIM // (GROUPS * PER_BYTE)
+        if triton.next_power_of_2(BYTES) == BYTES:
+            group = tl.minimum(tl.arange(0, WIDTH // BYTES), GROUPS - 1)
+            where = (base[:, None] * GROUPS + group[None, :]) * PAGE + offset[:, None]
+            scales = load_scale(S + where, where >= 0, SCALE)
+            return tl.reshape(tl.broadcast_to(scales[:, :, None], (T, WIDTH // BYTES, BYTES)), (T, WIDTH))
+        else:
+            group = tl.minimum(tl.arange(0, WIDTH) // BYTES, GROUPS - 1)
+            where = (base[:, None] * GROUPS + group[None, :]) * PAGE + offset[:, None]
+            return load_scale(S + where, where >= 0, SCALE)
+
+
+@triton.jit
+def exact_codes(
     stored, S, Z, STATIC_S, STATIC_Z, base, offset, h, POSITION: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
     BITS: tl.constexpr, PER_BYTE: tl.constexpr, QUANTIZED: tl.constexpr, SYMMETRIC: tl.constexpr,
-    GROUPS: tl.constexpr, STATIC: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr,
+    GROUPS: tl.constexpr, STATIC: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr, INTERP: tl.constexpr,
 ):
     """Decode stored (T, WIDTH) at one position of each byte to float32."""
     if not QUANTIZED:
         x = stored.to(tl.float32)
     else:
-        x = decode_code(stored, POSITION, BITS, SYMMETRIC)
+        x = decode_code(stored, POSITION, BITS, SYMMETRIC, INTERP)
         if STATIC > 0:
             x = x * _static_slice(STATIC_S, h, 0, POSITION, DIM, 1, PER_BYTE, WIDTH, STATIC, SCALE)[None, :]
             if not SYMMETRIC:
                 x = x + _static_slice(STATIC_Z, h, 0, POSITION, DIM, 1, PER_BYTE, WIDTH, STATIC, SCALE)[None, :]
         else:
-            j = tl.arange(0, WIDTH)
-            if GROUPS < 0:
-                channel = tl.minimum(j * PER_BYTE + POSITION, DIM - 1)
-                where = (base[:, None] * DIM + channel[None, :]) * (PAGE // -GROUPS) + (offset // -GROUPS)[:, None]
-            else:
-                group = tl.minimum((j * PER_BYTE) // (DIM // GROUPS), GROUPS - 1)  # a byte lies in one group
-                where = (base[:, None] * GROUPS + group[None, :]) * PAGE + offset[:, None]
-            x = x * load_scale(S + where, where >= 0, SCALE)
+            x = x * _spread(S, base, offset, POSITION, DIM, PAGE, PER_BYTE, GROUPS, SCALE, WIDTH)
             if not SYMMETRIC:
-                x = x + load_scale(Z + where, where >= 0, SCALE)
-    return x
-
-
-@triton.jit
-def _exact_value(
-    stored, S, Z, STATIC_S, STATIC_Z, base, offset, h, POSITION: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr,
-    BITS: tl.constexpr, PER_BYTE: tl.constexpr, SYMMETRIC: tl.constexpr,
-    GROUPS: tl.constexpr, STATIC: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr,
-):
-    """Decode transposed stored (WIDTH, T) at one position of each byte to float32."""
-    x = decode_code(stored, POSITION, BITS, SYMMETRIC)
-    if STATIC > 0:
-        x = x * _static_slice(STATIC_S, h, 0, POSITION, DIM, 1, PER_BYTE, WIDTH, STATIC, SCALE)[:, None]
-        if not SYMMETRIC:
-            x = x + _static_slice(STATIC_Z, h, 0, POSITION, DIM, 1, PER_BYTE, WIDTH, STATIC, SCALE)[:, None]
-    else:
-        j = tl.arange(0, WIDTH)
-        if GROUPS < 0:
-            channel = tl.minimum(j * PER_BYTE + POSITION, DIM - 1)
-            where = (base[None, :] * DIM + channel[:, None]) * (PAGE // -GROUPS) + (offset // -GROUPS)[None, :]
-        else:
-            group = tl.minimum((j * PER_BYTE) // (DIM // GROUPS), GROUPS - 1)  # a byte lies in one group
-            where = (base[None, :] * GROUPS + group[:, None]) * PAGE + offset[None, :]
-        x = x * load_scale(S + where, where >= 0, SCALE)
-        if not SYMMETRIC:
-            x = x + load_scale(Z + where, where >= 0, SCALE)
+                x = x + _spread(Z, base, offset, POSITION, DIM, PAGE, PER_BYTE, GROUPS, SCALE, WIDTH)
     return x
 
 
@@ -180,22 +182,28 @@ def _weigh_floats(weights, value, acc, seen, PARTLY: tl.constexpr, IEEE: tl.cons
     they are left out of the product and added where a count over the visible tokens finds them.
     """
     if PARTLY:
-        wide = value.to(tl.float32)
-        finite = is_finite(wide)
-        acc = dot_add(weights, tl.where(finite, wide, 0.0).to(value.dtype), acc, IEEE, INTERP)
-        # One product counts all three kinds: a tile has fewer than 256 tokens, and bf16 holds powers of two.
-        kind = tl.where(wide != wide, 1.0, tl.where(wide > 0.0, 256.0, 65536.0))
-        kind = tl.where(finite, 0.0, kind)
-        visible = tl.where(seen, 1.0, 0.0)
-        if not INTERP:
-            visible = visible.to(tl.bfloat16)
-            kind = kind.to(tl.bfloat16)
-        count = dot(visible, kind, False, INTERP).to(tl.int32)
-        nans = (count & 255) > 0
-        ups = ((count >> 8) & 255) > 0
-        downs = (count >> 16) > 0
-        special = tl.where(nans, float("nan"), tl.where(ups, INFINITY, 0.0)) + tl.where(downs, NEGATIVE_INFINITY, 0.0)
-        return acc + tl.where(count > 0, special, 0.0)
+        finite = is_finite(value.to(tl.float32))
+        # Of most tiles nothing has to be left out, and they cost no more than whole ones.
+        if tl.min(tl.min(finite.to(tl.int32), 1), 0) > 0:
+            acc = dot_add(weights, value, acc, IEEE, INTERP)
+        else:
+            wide = value.to(tl.float32)
+            acc = dot_add(weights, tl.where(finite, wide, 0.0).to(value.dtype), acc, IEEE, INTERP)
+            # One product counts all three kinds: a tile has fewer than 256 tokens, and bf16 holds powers of two.
+            kind = tl.where(wide != wide, 1.0, tl.where(wide > 0.0, 256.0, 65536.0))
+            kind = tl.where(finite, 0.0, kind)
+            visible = tl.where(seen, 1.0, 0.0)
+            if not INTERP:
+                visible = visible.to(tl.bfloat16)
+                kind = kind.to(tl.bfloat16)
+            count = dot(visible, kind, False, INTERP).to(tl.int32)
+            nans = (count & 255) > 0
+            ups = ((count >> 8) & 255) > 0
+            downs = (count >> 16) > 0
+            special = tl.where(nans, float("nan"), tl.where(ups, INFINITY, 0.0))
+            special = special + tl.where(downs, NEGATIVE_INFINITY, 0.0)
+            acc = acc + tl.where(count > 0, special, 0.0)
+        return acc
     else:
         return dot_add(weights, value, acc, IEEE, INTERP)
 
@@ -308,8 +316,8 @@ def _tile(
             x = dot(q0, tl.trans(code), False, INTERP)
         else:
             for p in tl.static_range(K_PER_BYTE):
-                key = _exact_key(code, KS, KZ, K_STATIC_S, K_STATIC_Z, base, offset, h, p, K_DIM, PAGE, K_BITS,
-                                 K_PER_BYTE, K_QUANTIZED, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE, K_WIDTH)
+                key = exact_codes(code, KS, KZ, K_STATIC_S, K_STATIC_Z, base, offset, h, p, K_DIM, PAGE, K_BITS,
+                                  K_PER_BYTE, K_QUANTIZED, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE, K_WIDTH, INTERP)
                 if MODE == ROUNDED:
                     key = round_bf16(key, INTERP)
                 if p == 0:
@@ -430,11 +438,11 @@ def _tile(
         else:
             for p in tl.static_range(V_PER_BYTE):
                 if V_QUANTIZED:
-                    value = _exact_value(code, VS, VZ, V_STATIC_S, V_STATIC_Z, base, offset, h, p, V_DIM, PAGE,
-                                         V_BITS, V_PER_BYTE, V_SYMMETRIC, V_GROUPS, V_STATIC, V_SCALE, V_WIDTH)
+                    value = exact_codes(tl.trans(code), VS, VZ, V_STATIC_S, V_STATIC_Z, base, offset, h, p, V_DIM, PAGE,
+                                        V_BITS, V_PER_BYTE, True, V_SYMMETRIC, V_GROUPS, V_STATIC, V_SCALE, V_WIDTH,
+                                        INTERP)
                     if not WHOLE:
-                        value = tl.where(stored[None, :], value, 0.0)
-                    value = tl.trans(value)
+                        value = tl.where(stored[:, None], value, 0.0)
                 else:
                     value = code.to(tl.float32)
                 if MODE == ROUNDED:

@@ -4,11 +4,16 @@
 # capitals, and what depends on one of them is an if statement, never a conditional expression. Calls keep their
 # arguments in lines by meaning (K, V, static, geometry), not one a line.
 # fmt: off
-"""attend for one query token a sequence over integer codes: the numbers of :mod:`attend`'s CODES mode, transposed.
+"""attend for one query token a sequence over codes: the numbers of :mod:`attend`'s CODES mode, transposed.
 
 Tensor cores multiply tiles of 16 rows by 8 columns. With stored tokens (and channels of V) as rows and the query heads
 of a group as columns, a group of 4 wastes half of every tile; the other way round it would waste three quarters, in
 products, softmax and registers alike. All rows see the same tokens, so that masks are one value a token.
+
+A row of K or V is cut into slices, one per (group of channels, position of the code inside its byte), each with its own
+product: tuples hold the query's slices and V's accumulators. Scales of a token multiply the scores and the weights.
+Scales of a channel multiply the query and the result: once where they are static, for every tile where they are those
+of a block of tokens (``GROUPS`` < 0; a tile lies within one block).
 """
 
 import triton
@@ -31,26 +36,88 @@ from kvport_triton.kernels.numerics import (
     decode_half,
     decode_subnormal,
     dot_add,
-    pick,
+    load_scale,
     plane_gain,
     read_scale,
     tanh,
 )
 
 
+@triton.constexpr_function
+def slice_width(used):
+    """Channels of a slice, padded to what a product takes."""
+    return max(16, triton.next_power_of_2(used))
+
+
 @triton.jit
-def _lifted(q, up, SLICE: tl.constexpr, BITS: tl.constexpr, PER_BYTE: tl.constexpr):
-    """A query slice (channels, heads) as float16, against codes that count plane_gain times too much."""
-    return (q * (up * (1.0 / plane_gain(BITS, SLICE % PER_BYTE)))[None, :]).to(tl.float16)
+def _against_codes(
+    q, scales, zeros, GROUPS: tl.constexpr, PER_BYTE: tl.constexpr, BITS: tl.constexpr, SCALED: tl.constexpr,
+    SYMMETRIC: tl.constexpr, INTERP: tl.constexpr,
+):
+    """Query slices, float32 (channels, heads), as float16 to be multiplied with :func:`decode_subnormal`'s codes.
+
+    Where ``SCALED`` (one group), each slice's channels are multiplied by ``scales`` first. Every head is scaled by a
+    power of two. Returns the slices; what the products of each group begin at; and the powers of two, up and down.
+    """
+    slices = ()
+    for n in tl.static_range(GROUPS * PER_BYTE):
+        x = q[n]
+        if SCALED:
+            factor = scales[n]
+            if not SYMMETRIC:
+                # A channel without range is its zero alone.
+                factor = tl.where(factor == 0.0, tl.abs(zeros[n]), factor)
+            x = x * factor[:, None]
+        if n == 0:
+            size = tl.abs(x)
+        else:
+            size = tl.maximum(size, tl.abs(x))
+        slices = slices + (x,)
+    # 2**(14 - floor(log2 largest)) by exponent bits, within the normal numbers; 1 for zero, inf and NaN rows.
+    exponent = (tl.max(size, 0).to(tl.int32, bitcast=True) >> 23) & 255
+    exponent = tl.where((exponent == 0) | (exponent == 255), 141, exponent)
+    lift = tl.minimum(268 - tl.minimum(tl.maximum(exponent, 16), 253), 252)
+    up = (lift << 23).to(tl.float32, bitcast=True)
+    down = ((254 - lift) << 23).to(tl.float32, bitcast=True)
+    halves = ()
+    offsets = ()
+    for g in tl.static_range(GROUPS):
+        offset = tl.zeros(slices[0].shape, tl.float32)
+        for p in tl.static_range(PER_BYTE):
+            half = (slices[g * PER_BYTE + p] * (up * (1.0 / plane_gain(BITS, p)))[None, :]).to(tl.float16)
+            wide = half.to(tl.float32) * (plane_gain(BITS, p) * code_unit(BITS))
+            if SCALED and not SYMMETRIC:
+                # k = scale * code + zero may cancel: the zero part takes the rounded query, as the code part does.
+                ranged = scales[p] > 0.0
+                ratio = zeros[p] / tl.where(ranged, scales[p], tl.where(zeros[p] == 0.0, 1.0, tl.abs(zeros[p])))
+                if INTERP:
+                    offset += wide * (ratio + tl.where(ranged, 2.0 ** (BITS - 1), 0.0))[:, None]
+                else:
+                    offset += wide * ratio[:, None]
+                half = tl.where(ranged[:, None], half, 0.0)
+            elif not INTERP and BITS <= 8:
+                offset -= wide * 2.0 ** (BITS - 1)  # codes are half their range too large
+            halves = halves + (half,)
+        offsets = offsets + (tl.sum(offset, 0),)
+    return halves, offsets, up, down
+
+
+@triton.jit
+def _block_slice(
+    S, where, POSITION: tl.constexpr, DIM: tl.constexpr, PAGE: tl.constexpr, PER_BYTE: tl.constexpr,
+    GROUPS: tl.constexpr, SCALE: tl.constexpr, WIDTH: tl.constexpr,
+):
+    """Scales or zeros of the channels at one position of each byte, for a block of -GROUPS tokens: float32 (WIDTH,)."""
+    j = tl.arange(0, WIDTH)
+    return load_scale(S + where + (j * PER_BYTE + POSITION) * (PAGE // -GROUPS), j < DIM // PER_BYTE, SCALE)
 
 
 @triton.jit
 def _decode_tile(
-    t, top, m, l, a0, a1, a2, a3, z0, z1, z2, z3, q0, q1, q2, q3, b0, b1, b2, b3, c0, c1, c2, c3,
-    row_constant, rs, softcap,
+    t, top, m, l, acc, z, q, halves, offsets, sums, rs, softcap,
     K, KS, KZ, V, VS, VZ, TABLE, table_columns, heads, start, end,
-    WHOLE: tl.constexpr, SOFTCAP: tl.constexpr, T: tl.constexpr, N: tl.constexpr, PAGE: tl.constexpr,
-    INTERP: tl.constexpr,
+    RUNS: tl.constexpr, WHOLE: tl.constexpr, SOFTCAP: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
+    PAGE: tl.constexpr, INTERP: tl.constexpr,
     K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_PER_BYTE: tl.constexpr, K_SYMMETRIC: tl.constexpr,
     K_GROUPS: tl.constexpr, K_STATIC: tl.constexpr, K_SCALE: tl.constexpr,
     V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_PER_BYTE: tl.constexpr, V_SYMMETRIC: tl.constexpr,
@@ -73,37 +140,51 @@ def _decode_tile(
         page = tl.load(TABLE + column, mask=column < table_columns, other=0)
     page = page.to(tl.int64)
     stored = (t * T + i >= start) & (t * T + i < end)
+    if K_GROUPS < 0 or V_GROUPS < 0:
+        one_page = tl.load(TABLE + t // (PAGE // T)).to(tl.int64)  # blocks are no longer than a page, tiles than a block
+        begin = (t % (PAGE // T)) * T
 
     # Scores (tokens, heads), up to the positive factor rs of each head.
-    K_USED: tl.constexpr = K_DIM // (K_GROUPS * K_PER_BYTE)
-    K_WIDTH: tl.constexpr = triton.next_power_of_2(K_USED)
+    K_SLICED: tl.constexpr = K_GROUPS if K_GROUPS > 0 else 1
+    K_USED: tl.constexpr = K_DIM // (K_SLICED * K_PER_BYTE)
+    K_WIDTH: tl.constexpr = slice_width(K_USED)
     jk = tl.arange(0, K_WIDTH)
     krow = page * (heads * (PAGE * (K_DIM // K_PER_BYTE))) + offset * (K_DIM // K_PER_BYTE)
-    for g in tl.static_range(K_GROUPS):
+    if K_GROUPS < 0:
+        where = one_page * (heads * (K_DIM * (PAGE // -K_GROUPS))) + begin // -K_GROUPS
+        scales = ()
+        zeros = ()
+        for p in tl.static_range(K_PER_BYTE):
+            scales = scales + (_block_slice(KS, where, p, K_DIM, PAGE, K_PER_BYTE, K_GROUPS, K_SCALE, K_WIDTH),)
+            if not K_SYMMETRIC:
+                zeros = zeros + (_block_slice(KZ, where, p, K_DIM, PAGE, K_PER_BYTE, K_GROUPS, K_SCALE, K_WIDTH),)
+        halves, offsets, _, down = _against_codes(
+            q, scales, zeros, 1, K_PER_BYTE, K_BITS, True, K_SYMMETRIC, INTERP
+        )
+    for g in tl.static_range(K_SLICED):
         address = K + krow[:, None] + (g * K_USED + jk)[None, :]
         if K_USED == K_WIDTH:
             code = tl.load(address)
         else:
             code = tl.load(address, mask=(jk < K_USED)[None, :], other=0)
-        # The offset of subnormal codes is in the accumulator before the product begins.
-        product = tl.zeros([T, N], tl.float32) + pick(g, b0, b1, b2, b3)[None, :]
+        product = tl.zeros([T, N], tl.float32) + offsets[g][None, :]
         for p in tl.static_range(K_PER_BYTE):
-            product = dot_add(decode_subnormal(code, p, K_BITS, INTERP),
-                              pick(g * K_PER_BYTE + p, q0, q1, q2, q3), product, False, INTERP)
-        if K_STATIC == 0:
+            product = dot_add(decode_subnormal(code, p, K_BITS, INTERP), halves[g * K_PER_BYTE + p], product, False,
+                              INTERP)
+        if K_STATIC == 0 and K_GROUPS > 0:
             where = page * (heads * (K_GROUPS * PAGE)) + g * PAGE + offset
             ks = _kept(read_scale(KS + where, K_SCALE), stored, WHOLE)
             product = product * ks[:, None]
             if not K_SYMMETRIC:
                 kz = _kept(read_scale(KZ + where, K_SCALE), stored, WHOLE)
                 kz = kz + ks * 2.0 ** (K_BITS - 1)
-                product = product + pick(g, c0, c1, c2, c3)[None, :] * kz[:, None]
+                product = product + sums[g][None, :] * kz[:, None]
         if g == 0:
             x = product
         else:
             x = x + product
-    if K_STATIC > 0 and not K_SYMMETRIC:
-        x = x + row_constant[None, :]
+    if K_GROUPS < 0:
+        x = x * (down / code_unit(K_BITS))[None, :]
     if SOFTCAP:
         x = tanh(x * (rs / (softcap * LOG2_E))[None, :]) * (softcap * LOG2_E)
         rate = tl.full([N], 1.0, tl.float32)
@@ -121,19 +202,21 @@ def _decode_tile(
     else:
         l = l * shrink + tl.sum(weights, 0)
 
-    V_USED: tl.constexpr = V_DIM // (V_GROUPS * V_PER_BYTE)
-    V_WIDTH: tl.constexpr = triton.next_power_of_2(V_USED)
+    V_SLICED: tl.constexpr = V_GROUPS if V_GROUPS > 0 else 1
+    V_USED: tl.constexpr = V_DIM // (V_SLICED * V_PER_BYTE)
+    V_WIDTH: tl.constexpr = slice_width(V_USED)
     jv = tl.arange(0, V_WIDTH)
-    if PAGE == 16 and T > PAGE:
+    if RUNS:
         columns = t * (T // PAGE) + tl.arange(0, T // PAGE)
         if WHOLE:
             pages = tl.load(TABLE + columns)
         else:
             pages = tl.load(TABLE + columns, mask=columns < table_columns, other=0)
         page_starts = pages.to(tl.int64) * (heads * (V_DIM // V_PER_BYTE * PAGE))
-    if V_STATIC == 0:
+    BY_TOKEN: tl.constexpr = V_STATIC == 0 and V_GROUPS > 0
+    if BY_TOKEN:
         peak = tl.zeros([T], tl.float32)
-        for g in tl.static_range(V_GROUPS):
+        for g in tl.static_range(V_SLICED):
             where = page * (heads * (V_GROUPS * PAGE)) + g * PAGE + offset
             vs = _kept(read_scale(VS + where, V_SCALE), stored, WHOLE)
             peak = _larger(peak, vs, INTERP)
@@ -143,13 +226,16 @@ def _decode_tile(
         top = higher
     else:
         rescale = shrink
-    for g in tl.static_range(V_GROUPS):
+        w16 = weights.to(tl.float16)
+    found = ()
+    found_z = ()
+    for g in tl.static_range(V_SLICED):
         vrow = page * (heads * (V_DIM // V_PER_BYTE * PAGE)) + offset
         address = V + vrow[None, :] + ((g * V_USED + jv) * PAGE)[:, None]
-        if PAGE == 16 and T > PAGE and V_USED == V_WIDTH:
-            # By the addresses above a warp would take 16 bytes of each of eight pages, and half lines at that. A page
-            # of one head is one run of memory: read as such, a warp takes 512 bytes of one page, and the tile lies in
-            # shared memory as the tensor cores read it. Longer pages fill their lines by the addresses above.
+        if RUNS and V_USED == V_WIDTH:
+            # By the addresses above a warp would take a few bytes of each of several rows. A page of one head is one
+            # run of memory: read as such, a warp takes 512 bytes of one page, and the tile lies in shared memory as
+            # the tensor cores read it.
             run = tl.load(
                 V + page_starts[:, None] + (g * V_USED * PAGE + tl.arange(0, V_WIDTH * PAGE))[None, :]
             )
@@ -159,7 +245,7 @@ def _decode_tile(
             code = tl.load(address)
         else:
             code = tl.load(address, mask=(jv < V_USED)[:, None], other=0)
-        if V_STATIC == 0:
+        if BY_TOKEN:
             where = page * (heads * (V_GROUPS * PAGE)) + g * PAGE + offset
             vs = _kept(read_scale(VS + where, V_SCALE), stored, WHOLE)
             w16 = (weights * (vs * inverse)[:, None]).to(tl.float16)
@@ -170,32 +256,25 @@ def _decode_tile(
                 ratio = tl.where(vs > 0.0, vz / tl.where(vs > 0.0, vs * inverse, 1.0), 0.0)
                 wide = w16.to(tl.float32)
                 part = tl.where(wide >= SMALLEST_HALF, wide * ratio[:, None], weights * vz[:, None])
-                z = pick(g, z0, z1, z2, z3) * shrink + tl.sum(part, 0)
-                if g == 0:
-                    z0 = z
-                elif g == 1:
-                    z1 = z
-                elif g == 2:
-                    z2 = z
-                else:
-                    z3 = z
-        else:
-            w16 = weights.to(tl.float16)
+                found_z = found_z + (z[g] * shrink + tl.sum(part, 0),)
         for p in tl.static_range(V_PER_BYTE):
             value = decode_half(code, p, V_BITS, INTERP)
             if V_BITS > 8 and not WHOLE:
                 value = tl.where(stored[None, :], value, 0.0)  # an unwritten byte may be a NaN
-            a = dot_add(value, w16,
-                        pick(g * V_PER_BYTE + p, a0, a1, a2, a3) * rescale[None, :], False, INTERP)
-            if g * V_PER_BYTE + p == 0:
-                a0 = a
-            elif g * V_PER_BYTE + p == 1:
-                a1 = a
-            elif g * V_PER_BYTE + p == 2:
-                a2 = a
+            a = acc[g * V_PER_BYTE + p] * rescale[None, :]
+            if V_GROUPS < 0:
+                where = one_page * (heads * (V_DIM * (PAGE // -V_GROUPS))) + begin // -V_GROUPS
+                scale = _block_slice(VS, where, p, V_DIM, PAGE, V_PER_BYTE, V_GROUPS, V_SCALE, V_WIDTH)
+                product = dot_add(value, w16, tl.zeros([V_WIDTH, N], tl.float32), False, INTERP)
+                a = a + product * scale[:, None]
+                if not V_SYMMETRIC:
+                    zero = _block_slice(VZ, where, p, V_DIM, PAGE, V_PER_BYTE, V_GROUPS, V_SCALE, V_WIDTH)
+                    total = tl.sum(w16.to(tl.float32), 0)
+                    a = a + total[None, :] * (zero + scale * 2.0 ** (V_BITS - 1))[:, None]
             else:
-                a3 = a
-    return top, new, l, a0, a1, a2, a3, z0, z1, z2, z3
+                a = dot_add(value, w16, a, False, INTERP)
+            found = found + (a,)
+    return top, new, l, found, found_z
 
 
 @triton.jit(do_not_specialize=["table_columns", "query_heads", "heads", "group", "sinks"])
@@ -205,7 +284,7 @@ def decode_kernel(
     TABLE, table_columns, ITEMS, OUT, LSE, PART_OUT, PART_LSE, SINKS, sinks, query_heads, heads, group, scale,
     softcap,
     SOFTCAP: tl.constexpr, N: tl.constexpr, T: tl.constexpr, PAGE: tl.constexpr, STAGES: tl.constexpr,
-    INTERP: tl.constexpr,
+    RUNS: tl.constexpr, INTERP: tl.constexpr,
     K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_PER_BYTE: tl.constexpr, K_SYMMETRIC: tl.constexpr,
     K_GROUPS: tl.constexpr, K_STATIC: tl.constexpr, K_SCALE: tl.constexpr,
     V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_PER_BYTE: tl.constexpr, V_SYMMETRIC: tl.constexpr,
@@ -233,138 +312,86 @@ def decode_kernel(
     r = tl.arange(0, N)
     live = (r < group) & (r * 0 + tokens > 0)
     q_heads = h * group + tl.where(live, r, 0)
-    K_USED: tl.constexpr = K_DIM // (K_GROUPS * K_PER_BYTE)
-    K_WIDTH: tl.constexpr = triton.next_power_of_2(K_USED)
-    K_SLICES: tl.constexpr = K_GROUPS * K_PER_BYTE
+    K_SLICED: tl.constexpr = K_GROUPS if K_GROUPS > 0 else 1
+    K_USED: tl.constexpr = K_DIM // (K_SLICED * K_PER_BYTE)
+    K_WIDTH: tl.constexpr = slice_width(K_USED)
     jk = tl.arange(0, K_WIDTH)
     sign = tl.where(scale > 0.0, 1.0, tl.where(scale < 0.0, -1.0, 0.0))
     rs = tl.zeros([N], tl.float32) + tl.where(scale == 0.0, LOG2_E, tl.abs(scale) * LOG2_E)
-    zero_row = tl.zeros([N], tl.float32)
-    row_constant = zero_row
-    c0 = zero_row
-    c1 = zero_row
-    c2 = zero_row
-    c3 = zero_row
-    b0 = zero_row
-    b1 = zero_row
-    b2 = zero_row
-    b3 = zero_row
-    largest = zero_row
-    for n in tl.static_range(K_SLICES):
-        d = (n // K_PER_BYTE) * (K_DIM // K_GROUPS) + jk * K_PER_BYTE + n % K_PER_BYTE
-        address = Q + row.to(tl.int64) * q_token + q_heads[None, :] * q_head + d[:, None] * q_dim
-        q = sign * tl.load(address, mask=live[None, :] & (jk < K_USED)[:, None], other=0.0).to(tl.float32)
-        if K_STATIC > 0:
-            # Static formats have one group: slice n is position n.
-            q = q * _static_slice(K_STATIC_S, h, 0, n, K_DIM, 1, K_PER_BYTE, K_WIDTH, K_STATIC, K_SCALE)[:, None]
-        elif not K_SYMMETRIC:
-            total = tl.sum(q, 0)
-            if n // K_PER_BYTE == 0:
-                c0 += total
-            elif n // K_PER_BYTE == 1:
-                c1 += total
-            elif n // K_PER_BYTE == 2:
-                c2 += total
-            else:
-                c3 += total
-        largest = tl.maximum(largest, tl.max(tl.abs(q), 0))
-        if n == 0:
-            q0 = q
-        elif n == 1:
-            q1 = q
-        elif n == 2:
-            q2 = q
-        else:
-            q3 = q
-    if K_SLICES < 2:
-        q1 = q0
-    if K_SLICES < 3:
-        q2 = q0
-    if K_SLICES < 4:
-        q3 = q0
-    # 2**(14 - floor(log2 largest)) by exponent bits, within the normal numbers; 1 for zero, inf and NaN rows.
-    exponent = (largest.to(tl.int32, bitcast=True) >> 23) & 255
-    exponent = tl.where((exponent == 0) | (exponent == 255), 141, exponent)
-    lift = tl.minimum(268 - tl.minimum(tl.maximum(exponent, 16), 253), 252)
-    up = (lift << 23).to(tl.float32, bitcast=True)
-    rs = rs * (((254 - lift) << 23).to(tl.float32, bitcast=True) / code_unit(K_BITS))
-    up_codes = up * code_unit(K_BITS)
-    c0 = c0 * up_codes
-    c1 = c1 * up_codes
-    c2 = c2 * up_codes
-    c3 = c3 * up_codes
-    q0 = _lifted(q0, up, 0, K_BITS, K_PER_BYTE)
-    q1 = _lifted(q1, up, 1, K_BITS, K_PER_BYTE)
-    q2 = _lifted(q2, up, 2, K_BITS, K_PER_BYTE)
-    q3 = _lifted(q3, up, 3, K_BITS, K_PER_BYTE)
-    for n in tl.static_range(K_SLICES):
-        wide = pick(n, q0, q1, q2, q3).to(tl.float32)
-        if not INTERP and K_BITS <= 8:
-            part_sum = tl.sum(wide, 0) * -(plane_gain(K_BITS, n % K_PER_BYTE) * code_unit(K_BITS) * 2.0 ** (K_BITS - 1))
-            if n // K_PER_BYTE == 0:
-                b0 += part_sum
-            elif n // K_PER_BYTE == 1:
-                b1 += part_sum
-            elif n // K_PER_BYTE == 2:
-                b2 += part_sum
-            else:
-                b3 += part_sum
-        if K_STATIC > 0 and not K_SYMMETRIC:
-            # k = scale * code + zero may cancel: the zero part takes the rounded query, as the code part does.
-            scales = _static_slice(K_STATIC_S, h, 0, n, K_DIM, 1, K_PER_BYTE, K_WIDTH, K_STATIC, K_SCALE)
-            zeros = _static_slice(K_STATIC_Z, h, 0, n, K_DIM, 1, K_PER_BYTE, K_WIDTH, K_STATIC, K_SCALE)
-            ratio = (zeros + scales * 2.0 ** (K_BITS - 1)) / tl.where(scales > 0.0, scales, 1.0)
-            row_constant += tl.sum(wide * (ratio * (plane_gain(K_BITS, n) * code_unit(K_BITS)))[:, None], 0)
+    q = ()
+    scales = ()
+    zeros = ()
+    totals = ()
+    for g in tl.static_range(K_SLICED):
+        total = tl.zeros([N], tl.float32)
+        for p in tl.static_range(K_PER_BYTE):
+            d = g * (K_DIM // K_SLICED) + jk * K_PER_BYTE + p
+            address = Q + row.to(tl.int64) * q_token + q_heads[None, :] * q_head + d[:, None] * q_dim
+            x = sign * tl.load(address, mask=live[None, :] & (jk < K_USED)[:, None], other=0.0).to(tl.float32)
+            total += tl.sum(x, 0)
+            q = q + (x,)
+            if K_STATIC > 0:
+                # Static formats have one group.
+                scales = scales + (_static_slice(K_STATIC_S, h, 0, p, K_DIM, 1, K_PER_BYTE, K_WIDTH, K_STATIC, K_SCALE),)
+                if not K_SYMMETRIC:
+                    zeros = zeros + (
+                        _static_slice(K_STATIC_Z, h, 0, p, K_DIM, 1, K_PER_BYTE, K_WIDTH, K_STATIC, K_SCALE),
+                    )
+        totals = totals + (total,)
+    halves, offsets, up, down = _against_codes(
+        q, scales, zeros, K_SLICED, K_PER_BYTE, K_BITS, K_STATIC > 0, K_SYMMETRIC, INTERP
+    )
+    if K_GROUPS > 0:
+        rs = rs * (down / code_unit(K_BITS))
+    sums = ()
+    for g in tl.static_range(K_SLICED):
+        sums = sums + (totals[g] * (up * code_unit(K_BITS)),)
 
-    V_USED: tl.constexpr = V_DIM // (V_GROUPS * V_PER_BYTE)
-    V_WIDTH: tl.constexpr = triton.next_power_of_2(V_USED)
-    V_SLICES: tl.constexpr = V_GROUPS * V_PER_BYTE
+    V_SLICED: tl.constexpr = V_GROUPS if V_GROUPS > 0 else 1
+    V_USED: tl.constexpr = V_DIM // (V_SLICED * V_PER_BYTE)
+    V_WIDTH: tl.constexpr = slice_width(V_USED)
+    BY_TOKEN: tl.constexpr = V_STATIC == 0 and V_GROUPS > 0
     m = tl.full([N], NEGATIVE_INFINITY, tl.float32)
-    l = zero_row
+    l = tl.zeros([N], tl.float32)
     top = SMALLEST_TOP + tl.sum(l, 0)
-    a0 = tl.zeros([V_WIDTH, N], tl.float32)
-    a1 = zero_row
-    a2 = zero_row
-    a3 = zero_row
-    if V_SLICES > 1:
-        a1 = tl.zeros([V_WIDTH, N], tl.float32)
-    if V_SLICES > 2:
-        a2 = tl.zeros([V_WIDTH, N], tl.float32)
-    if V_SLICES > 3:
-        a3 = tl.zeros([V_WIDTH, N], tl.float32)
-    z0 = zero_row
-    z1 = zero_row
-    z2 = zero_row
-    z3 = zero_row
+    acc = ()
+    z = ()
+    for n in tl.static_range(V_SLICED * V_PER_BYTE):
+        acc = acc + (tl.zeros([V_WIDTH, N], tl.float32),)
+    if BY_TOKEN and not V_SYMMETRIC:
+        for g in tl.static_range(V_SLICED):
+            z = z + (tl.zeros([N], tl.float32),)
 
     table = TABLE + sequence.to(tl.int64) * table_columns
     K += h * (PAGE * (K_DIM // K_PER_BYTE))
     V += h * (PAGE * (V_DIM // V_PER_BYTE))
     if K_STATIC == 0:
-        KS += h * (K_GROUPS * PAGE)
+        K_SCALES: tl.constexpr = K_GROUPS * PAGE if K_GROUPS > 0 else K_DIM * (PAGE // -K_GROUPS)
+        KS += h * K_SCALES
         if not K_SYMMETRIC:
-            KZ += h * (K_GROUPS * PAGE)
+            KZ += h * K_SCALES
     if V_STATIC == 0:
-        VS += h * (V_GROUPS * PAGE)
+        V_SCALES: tl.constexpr = V_GROUPS * PAGE if V_GROUPS > 0 else V_DIM * (PAGE // -V_GROUPS)
+        VS += h * V_SCALES
         if not V_SYMMETRIC:
-            VZ += h * (V_GROUPS * PAGE)
+            VZ += h * V_SCALES
     whole_first = tl.minimum(tl.maximum((start + T - 1) // T, tile_first), tile_end)
     whole_end = tl.minimum(tl.maximum(end // T, whole_first), tile_end)
     for t in tl.range(whole_first, whole_end, num_stages=STAGES):
-        top, m, l, a0, a1, a2, a3, z0, z1, z2, z3 = _decode_tile(
-            t, top, m, l, a0, a1, a2, a3, z0, z1, z2, z3, q0, q1, q2, q3, b0, b1, b2, b3, c0, c1, c2, c3,
-            row_constant, rs, softcap, K, KS, KZ, V, VS, VZ, table, table_columns, heads, start, end,
-            True, SOFTCAP, T, N, PAGE, INTERP,
+        top, m, l, acc, z = _decode_tile(
+            t, top, m, l, acc, z, q, halves, offsets, sums, rs, softcap,
+            K, KS, KZ, V, VS, VZ, table, table_columns, heads, start, end,
+            RUNS, True, SOFTCAP, T, N, PAGE, INTERP,
             K_DIM, K_BITS, K_PER_BYTE, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE,
             V_DIM, V_BITS, V_PER_BYTE, V_SYMMETRIC, V_GROUPS, V_STATIC, V_SCALE,
         )
     before = whole_first - tile_first
     for n in tl.range(0, before + tile_end - whole_end, num_stages=1):
         t = tl.where(n < before, tile_first + n, whole_end + n - before)
-        top, m, l, a0, a1, a2, a3, z0, z1, z2, z3 = _decode_tile(
-            t, top, m, l, a0, a1, a2, a3, z0, z1, z2, z3, q0, q1, q2, q3, b0, b1, b2, b3, c0, c1, c2, c3,
-            row_constant, rs, softcap, K, KS, KZ, V, VS, VZ, table, table_columns, heads, start, end,
-            False, SOFTCAP, T, N, PAGE, INTERP,
+        top, m, l, acc, z = _decode_tile(
+            t, top, m, l, acc, z, q, halves, offsets, sums, rs, softcap,
+            K, KS, KZ, V, VS, VZ, table, table_columns, heads, start, end,
+            RUNS, False, SOFTCAP, T, N, PAGE, INTERP,
             K_DIM, K_BITS, K_PER_BYTE, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE,
             V_DIM, V_BITS, V_PER_BYTE, V_SYMMETRIC, V_GROUPS, V_STATIC, V_SCALE,
         )
@@ -373,7 +400,7 @@ def decode_kernel(
     lse = tl.where(empty, NEGATIVE_INFINITY, m * (1.0 if SOFTCAP else rs) + tl.log2(tl.where(empty, 1.0, l)) - 15.0)
     per_weight = tl.where(empty, 0.0, 1.0 / tl.where(empty, 1.0, l))
     factor = per_weight
-    if V_STATIC == 0:
+    if BY_TOKEN:
         factor = per_weight * top
     whole = splits == 1
     alone = live & (splits + r * 0 == 1) & (sinks + r * 0 != 0)
@@ -386,17 +413,17 @@ def decode_kernel(
     else:
         tl.store(PART_LSE + row_part, lse, mask=live)
     jv = tl.arange(0, V_WIDTH)
-    for n in tl.static_range(V_SLICES):
-        e = (n // V_PER_BYTE) * (V_DIM // V_GROUPS) + jv * V_PER_BYTE + n % V_PER_BYTE
-        value = pick(n, a0, a1, a2, a3) * factor[None, :]
+    for n in tl.static_range(V_SLICED * V_PER_BYTE):
+        e = (n // V_PER_BYTE) * (V_DIM // V_SLICED) + jv * V_PER_BYTE + n % V_PER_BYTE
+        value = acc[n] * factor[None, :]
         if V_STATIC > 0:
-            scales = _static_slice(V_STATIC_S, h, 0, n, V_DIM, 1, V_PER_BYTE, V_WIDTH, V_STATIC, V_SCALE)
-            value = value * scales[:, None]
+            static = _static_slice(V_STATIC_S, h, 0, n, V_DIM, 1, V_PER_BYTE, V_WIDTH, V_STATIC, V_SCALE)
+            value = value * static[:, None]
             if not V_SYMMETRIC:
-                zeros = _static_slice(V_STATIC_Z, h, 0, n, V_DIM, 1, V_PER_BYTE, V_WIDTH, V_STATIC, V_SCALE)
-                value = value + (zeros + scales * 2.0 ** (V_BITS - 1))[:, None]
-        elif not V_SYMMETRIC:
-            value = value + (pick(n // V_PER_BYTE, z0, z1, z2, z3) * per_weight)[None, :]
+                zero = _static_slice(V_STATIC_Z, h, 0, n, V_DIM, 1, V_PER_BYTE, V_WIDTH, V_STATIC, V_SCALE)
+                value = value + (zero + static * 2.0 ** (V_BITS - 1))[:, None]
+        elif BY_TOKEN and not V_SYMMETRIC:
+            value = value + (z[n // V_PER_BYTE] * per_weight)[None, :]
         value = tl.where(empty[None, :], 0.0, value) * shift[None, :]
         inside = live[None, :] & (jv < V_USED)[:, None]
         if whole:

@@ -7,7 +7,7 @@
 """attend over latent (MLA) pages: K is the latent vector followed by the rotary part, V the latent vector again.
 
 Each stored token is read and decoded once, for its score and for its value. All query heads share it; a program takes
-a block of them, at most 16, for some query tokens. Products are those of :mod:`attend`'s EXACT and ROUNDED modes.
+a block of them for some query tokens. Products are those of :mod:`attend`'s EXACT and ROUNDED modes.
 """
 
 import triton
@@ -18,39 +18,47 @@ from kvport_triton.kernels.attend import (
     ITEM_FIELDS,
     NEGATIVE_INFINITY,
     ROUNDED,
-    _exact_key,
     _query_slice,
     _weigh_floats,
     _with_sink,
+    exact_codes,
 )
-from kvport_triton.kernels.numerics import LN_2, LOG2_E, dot_add, pick, round_bf16, tanh
+from kvport_triton.kernels.numerics import LN_2, LOG2_E, dot, dot_add, interleave, round_bf16, tanh
 
 
 @triton.jit
-def _part(
-    C, S, Z, STATIC_S, STATIC_Z, page, offset, POSITION: tl.constexpr, MODE: tl.constexpr, PAGE: tl.constexpr,
-    INTERP: tl.constexpr,
+def _rows(
+    C, S, Z, STATIC_S, STATIC_Z, page, offset, MODE: tl.constexpr, PAGE: tl.constexpr, INTERP: tl.constexpr,
     DIM: tl.constexpr, BITS: tl.constexpr, PER_BYTE: tl.constexpr, QUANTIZED: tl.constexpr, SYMMETRIC: tl.constexpr,
     GROUPS: tl.constexpr, STATIC: tl.constexpr, SCALE: tl.constexpr,
 ):
-    """Decoded rows (T, WIDTH) at one position of each byte, as the products take them."""
+    """Stored rows, decoded, as the products take them: (T, channels), zeros past ``DIM``."""
     USED: tl.constexpr = DIM // PER_BYTE
-    WIDTH: tl.constexpr = triton.next_power_of_2(USED) if USED > 16 else 16
+    WIDTH: tl.constexpr = triton.next_power_of_2(USED)
     j = tl.arange(0, WIDTH)
-    code = tl.load(C + ((page * PAGE + offset) * USED)[:, None] + j[None, :], mask=(j < USED)[None, :], other=0)
-    x = _exact_key(code, S, Z, STATIC_S, STATIC_Z, page, offset, 0, POSITION, DIM, PAGE, BITS, PER_BYTE, QUANTIZED,
-                   SYMMETRIC, GROUPS, STATIC, SCALE, WIDTH)
-    x = tl.where((j < USED)[None, :], x, 0.0)
-    if MODE == ROUNDED:
-        x = round_bf16(x, INTERP)
+    address = C + ((page * PAGE + offset) * USED)[:, None] + j[None, :]
+    if USED == WIDTH:
+        code = tl.load(address)
+    else:
+        code = tl.load(address, mask=(j < USED)[None, :], other=0)
+    planes = ()
+    for p in tl.static_range(PER_BYTE):
+        x = exact_codes(code, S, Z, STATIC_S, STATIC_Z, page, offset, 0, p, DIM, PAGE, BITS, PER_BYTE, QUANTIZED,
+                        SYMMETRIC, GROUPS, STATIC, SCALE, WIDTH, INTERP)
+        if MODE == ROUNDED:
+            x = round_bf16(x, INTERP)
+        planes = planes + (x,)
+    x = interleave(planes, PER_BYTE, offset.shape[0], WIDTH)
+    if USED != WIDTH:
+        x = tl.where((tl.arange(0, WIDTH * PER_BYTE) < DIM)[None, :], x, 0.0)
     return x
 
 
 @triton.jit
 def _latent_tile(
-    t, m, l, a0, a1, a2, a3, q0, q1, q2, q3, r0, r1, r2, r3, rs, softcap,
+    t, m, l, a, q, r, rs, softcap,
     K, KS, KZ, K_STATIC_S, K_STATIC_Z, R, RS, RZ, TABLE, table_columns, start, end, first, last,
-    MODE: tl.constexpr, WHOLE: tl.constexpr, SOFTCAP: tl.constexpr, T: tl.constexpr, M: tl.constexpr,
+    MODE: tl.constexpr, WHOLE: tl.constexpr, SOFTCAP: tl.constexpr, T: tl.constexpr,
     PAGE: tl.constexpr, INTERP: tl.constexpr,
     K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_PER_BYTE: tl.constexpr, K_QUANTIZED: tl.constexpr,
     K_SYMMETRIC: tl.constexpr, K_GROUPS: tl.constexpr, K_STATIC: tl.constexpr, K_SCALE: tl.constexpr,
@@ -64,26 +72,12 @@ def _latent_tile(
     page = tl.load(TABLE + column, mask=column < table_columns, other=0).to(tl.int64)
     stored = (position >= start) & (position < end)
     seen = stored[None, :] & (position[None, :] > first[:, None]) & (position[None, :] <= last[:, None])
-    x = tl.zeros([M, T], tl.float32)
-    for p in tl.static_range(R_PER_BYTE):
-        rope = _part(R, RS, RZ, RS, RZ, page, offset, p, MODE, PAGE, INTERP,
-                     R_DIM, R_BITS, R_PER_BYTE, R_QUANTIZED, R_SYMMETRIC, R_GROUPS, R_STATIC, R_SCALE)
-        x = dot_add(pick(p, r0, r1, r2, r3), tl.trans(rope), x, MODE == EXACT, INTERP)
-    for p in tl.static_range(K_PER_BYTE):
-        key = _part(K, KS, KZ, K_STATIC_S, K_STATIC_Z, page, offset, p, MODE, PAGE, INTERP,
-                    K_DIM, K_BITS, K_PER_BYTE, K_QUANTIZED, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE)
-        x = dot_add(pick(p, q0, q1, q2, q3), tl.trans(key), x, MODE == EXACT, INTERP)
-        if p == 0:
-            k0 = key
-            k1 = key
-            k2 = key
-            k3 = key
-        elif p == 1:
-            k1 = key
-        elif p == 2:
-            k2 = key
-        else:
-            k3 = key
+    rope = _rows(R, RS, RZ, RS, RZ, page, offset, MODE, PAGE, INTERP,
+                 R_DIM, R_BITS, R_PER_BYTE, R_QUANTIZED, R_SYMMETRIC, R_GROUPS, R_STATIC, R_SCALE)
+    key = _rows(K, KS, KZ, K_STATIC_S, K_STATIC_Z, page, offset, MODE, PAGE, INTERP,
+                K_DIM, K_BITS, K_PER_BYTE, K_QUANTIZED, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE)
+    x = dot(r, tl.trans(rope), MODE == EXACT, INTERP)
+    x = dot_add(q, tl.trans(key), x, MODE == EXACT, INTERP)
     if SOFTCAP:
         x = tanh(x * (rs / (softcap * LOG2_E))) * (softcap * LOG2_E)
     else:
@@ -97,21 +91,10 @@ def _latent_tile(
     l = l * shrink + tl.sum(weights, 1)
     if MODE == ROUNDED:
         weights = round_bf16(weights, INTERP)
-    for p in tl.static_range(K_PER_BYTE):
-        value = pick(p, k0, k1, k2, k3)
-        if not WHOLE:
-            value = tl.where(stored[:, None], value, 0.0)
-        a = _weigh_floats(weights, value, pick(p, a0, a1, a2, a3) * shrink[:, None], seen, not WHOLE, MODE == EXACT,
-                          INTERP)
-        if p == 0:
-            a0 = a
-        elif p == 1:
-            a1 = a
-        elif p == 2:
-            a2 = a
-        else:
-            a3 = a
-    return new, l, a0, a1, a2, a3
+    if not WHOLE:
+        key = tl.where(stored[:, None], key, 0.0)
+    a = _weigh_floats(weights, key, a * shrink[:, None], seen, not WHOLE, MODE == EXACT, INTERP)
+    return new, l, a
 
 
 @triton.jit(do_not_specialize=[
@@ -123,7 +106,7 @@ def latent_kernel(
     TABLE, table_columns, ITEMS, OUT, LSE, PART_OUT, PART_LSE, SINKS, sinks, query_heads, blocks, group,
     row_count, window, scale, softcap,
     MODE: tl.constexpr, SOFTCAP: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAGE: tl.constexpr,
-    INTERP: tl.constexpr,
+    STAGES: tl.constexpr, INTERP: tl.constexpr,
     K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_PER_BYTE: tl.constexpr, K_QUANTIZED: tl.constexpr,
     K_SYMMETRIC: tl.constexpr, K_GROUPS: tl.constexpr, K_STATIC: tl.constexpr, K_SCALE: tl.constexpr,
     R_DIM: tl.constexpr, R_BITS: tl.constexpr, R_PER_BYTE: tl.constexpr, R_QUANTIZED: tl.constexpr,
@@ -143,11 +126,11 @@ def latent_kernel(
     splits = tl.load(item + 8)
     part = tl.load(item + 9)
 
-    r = tl.arange(0, M)
-    token = r // group
-    live = (token < tokens) & (r < row_count)
+    i = tl.arange(0, M)
+    token = i // group
+    live = (token < tokens) & (i < row_count)
     rows = row + tl.where(live, token, 0)
-    q_heads = h * group + r % group
+    q_heads = h * group + i % group
     last = query_position + token
     first = last - window
     # The sign of the scale goes into the query, its size into the scores. (A query that were merely widened trips a
@@ -155,72 +138,37 @@ def latent_kernel(
     sign = tl.where(scale > 0.0, 1.0, tl.where(scale < 0.0, -1.0, 0.0))
     rs = tl.where(scale == 0.0, LOG2_E, tl.abs(scale) * LOG2_E)
 
-    K_USED: tl.constexpr = K_DIM // K_PER_BYTE
-    K_WIDTH: tl.constexpr = triton.next_power_of_2(K_USED) if K_USED > 16 else 16
-    R_USED: tl.constexpr = R_DIM // R_PER_BYTE
-    R_WIDTH: tl.constexpr = triton.next_power_of_2(R_USED) if R_USED > 16 else 16
-    for p in tl.static_range(K_PER_BYTE):
-        q = sign * _query_slice(Q, rows, q_heads, live, q_token, q_head, q_dim, 0, p, K_DIM, 1, K_PER_BYTE, K_WIDTH)
-        if MODE == ROUNDED:
-            q = round_bf16(q, INTERP)
-        if p == 0:
-            q0 = q
-            q1 = q
-            q2 = q
-            q3 = q
-        elif p == 1:
-            q1 = q
-        elif p == 2:
-            q2 = q
-        else:
-            q3 = q
-    for p in tl.static_range(R_PER_BYTE):
-        q = sign * _query_slice(Q + K_DIM * q_dim, rows, q_heads, live, q_token, q_head, q_dim, 0, p, R_DIM, 1,
-                                R_PER_BYTE, R_WIDTH)
-        if MODE == ROUNDED:
-            q = round_bf16(q, INTERP)
-        if p == 0:
-            r0 = q
-            r1 = q
-            r2 = q
-            r3 = q
-        elif p == 1:
-            r1 = q
-        elif p == 2:
-            r2 = q
-        else:
-            r3 = q
+    K_WIDTH: tl.constexpr = triton.next_power_of_2(K_DIM // K_PER_BYTE) * K_PER_BYTE
+    R_WIDTH: tl.constexpr = triton.next_power_of_2(R_DIM // R_PER_BYTE) * R_PER_BYTE
+    q = sign * _query_slice(Q, rows, q_heads, live, q_token, q_head, q_dim, 0, 0, K_DIM, 1, 1, K_WIDTH)
+    r = sign * _query_slice(Q + K_DIM * q_dim, rows, q_heads, live, q_token, q_head, q_dim, 0, 0, R_DIM, 1, 1, R_WIDTH)
+    if MODE == ROUNDED:
+        # bfloat16 queries, so that nothing is rounded.
+        q = round_bf16(q, INTERP)
+        r = round_bf16(r, INTERP)
     m = tl.full([M], NEGATIVE_INFINITY, tl.float32)
     l = tl.zeros([M], tl.float32)
-    a0 = tl.zeros([M, K_WIDTH], tl.float32)
-    a1 = l
-    a2 = l
-    a3 = l
-    if K_PER_BYTE > 1:
-        a1 = tl.zeros([M, K_WIDTH], tl.float32)
-    if K_PER_BYTE > 2:
-        a2 = tl.zeros([M, K_WIDTH], tl.float32)
-        a3 = tl.zeros([M, K_WIDTH], tl.float32)
+    a = tl.zeros([M, K_WIDTH], tl.float32)
 
     table = TABLE + sequence.to(tl.int64) * table_columns
     lowest = tl.maximum(start, query_position + tokens - window)
     whole_first = tl.minimum(tl.maximum((lowest + T - 1) // T, tile_first), tile_end)
     whole_end = tl.minimum(tl.maximum(tl.minimum(query_position + 1, end) // T, whole_first), tile_end)
-    for t in tl.range(whole_first, whole_end, num_stages=1):
-        m, l, a0, a1, a2, a3 = _latent_tile(
-            t, m, l, a0, a1, a2, a3, q0, q1, q2, q3, r0, r1, r2, r3, rs, softcap,
+    for t in tl.range(whole_first, whole_end, num_stages=STAGES):
+        m, l, a = _latent_tile(
+            t, m, l, a, q, r, rs, softcap,
             K, KS, KZ, K_STATIC_S, K_STATIC_Z, R, RS, RZ, table, table_columns, start, end, first, last,
-            MODE, True, SOFTCAP, T, M, PAGE, INTERP,
+            MODE, True, SOFTCAP, T, PAGE, INTERP,
             K_DIM, K_BITS, K_PER_BYTE, K_QUANTIZED, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE,
             R_DIM, R_BITS, R_PER_BYTE, R_QUANTIZED, R_SYMMETRIC, R_GROUPS, R_STATIC, R_SCALE,
         )
     before = whole_first - tile_first
     for n in tl.range(0, before + tile_end - whole_end, num_stages=1):
         t = tl.where(n < before, tile_first + n, whole_end + n - before)
-        m, l, a0, a1, a2, a3 = _latent_tile(
-            t, m, l, a0, a1, a2, a3, q0, q1, q2, q3, r0, r1, r2, r3, rs, softcap,
+        m, l, a = _latent_tile(
+            t, m, l, a, q, r, rs, softcap,
             K, KS, KZ, K_STATIC_S, K_STATIC_Z, R, RS, RZ, table, table_columns, start, end, first, last,
-            MODE, False, SOFTCAP, T, M, PAGE, INTERP,
+            MODE, False, SOFTCAP, T, PAGE, INTERP,
             K_DIM, K_BITS, K_PER_BYTE, K_QUANTIZED, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE,
             R_DIM, R_BITS, R_PER_BYTE, R_QUANTIZED, R_SYMMETRIC, R_GROUPS, R_STATIC, R_SCALE,
         )
@@ -230,21 +178,19 @@ def latent_kernel(
     lse = tl.where(empty, NEGATIVE_INFINITY, m + tl.log2(total))
     factor = tl.where(empty, 0.0, 1.0 / total)
     row_out = rows.to(tl.int64) * query_heads + q_heads
-    row_part = (part.to(tl.int64) * blocks + h) * row_count + r
+    row_part = (part.to(tl.int64) * blocks + h) * row_count + i
     whole = splits == 1
-    alone = live & (splits + r * 0 == 1) & (sinks + r * 0 != 0)
+    alone = live & (splits + i * 0 == 1) & (sinks + i * 0 != 0)
     sink = tl.load(SINKS + q_heads, mask=alone, other=NEGATIVE_INFINITY).to(tl.float32) * LOG2_E
     lse, shift = _with_sink(lse, sink)
     if whole:
         tl.store(LSE + row_out, lse * LN_2, mask=live)
     else:
         tl.store(PART_LSE + row_part, lse, mask=live)
-    j = tl.arange(0, K_WIDTH)
-    for p in tl.static_range(K_PER_BYTE):
-        e = j * K_PER_BYTE + p
-        value = tl.where(empty[:, None], 0.0, pick(p, a0, a1, a2, a3) * (factor * shift)[:, None])
-        inside = live[:, None] & (j < K_USED)[None, :]
-        if whole:
-            tl.store(OUT + row_out[:, None] * K_DIM + e[None, :], value.to(OUT.dtype.element_ty), mask=inside)
-        else:
-            tl.store(PART_OUT + row_part[:, None] * K_DIM + e[None, :], value, mask=inside)
+    e = tl.arange(0, K_WIDTH)
+    value = tl.where(empty[:, None], 0.0, a * (factor * shift)[:, None])
+    inside = live[:, None] & (e < K_DIM)[None, :]
+    if whole:
+        tl.store(OUT + row_out[:, None] * K_DIM + e[None, :], value.to(OUT.dtype.element_ty), mask=inside)
+    else:
+        tl.store(PART_OUT + row_part[:, None] * K_DIM + e[None, :], value, mask=inside)

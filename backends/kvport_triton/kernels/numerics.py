@@ -134,15 +134,6 @@ def decode_float(stored, BITS: tl.constexpr):
 
 
 @triton.jit
-def decode_code(stored, POSITION: tl.constexpr, BITS: tl.constexpr, SYMMETRIC: tl.constexpr):
-    """Stored bytes -> float32 codes at ``POSITION`` of each byte."""
-    if BITS > 8:
-        return decode_float(stored, BITS)
-    else:
-        return decode_int(stored, POSITION, BITS, SYMMETRIC).to(tl.float32)
-
-
-@triton.jit
 def decode_half(stored, POSITION: tl.constexpr, BITS: tl.constexpr, INTERP: tl.constexpr):
     """Stored bytes -> float16 codes at ``POSITION`` of each byte, integers minus half their range, exact."""
     if BITS > 8:
@@ -158,6 +149,15 @@ def decode_half(stored, POSITION: tl.constexpr, BITS: tl.constexpr, INTERP: tl.c
         return tl.inline_asm_elementwise(
             decode_asm(BITS, POSITION), "=r,=r,r", [stored], dtype=tl.float16, is_pure=True, pack=4
         )
+
+
+@triton.jit
+def decode_code(stored, POSITION: tl.constexpr, BITS: tl.constexpr, SYMMETRIC: tl.constexpr, INTERP: tl.constexpr):
+    """Stored bytes -> float32 codes at ``POSITION`` of each byte, by float16: integers have no quick way to float32."""
+    x = decode_half(stored, POSITION, BITS, INTERP).to(tl.float32)
+    if not SYMMETRIC:
+        x += 2.0 ** (BITS - 1)
+    return x
 
 
 @triton.jit
@@ -382,3 +382,15 @@ def pick(INDEX: tl.constexpr, a, b, c, d):
         return c
     else:
         return d
+
+
+@triton.jit
+def interleave(planes, PER_BYTE: tl.constexpr, ROWS: tl.constexpr, WIDTH: tl.constexpr):
+    """A tuple of (ROWS, WIDTH), the codes at each position of a byte -> (ROWS, WIDTH * PER_BYTE) in channel order."""
+    if PER_BYTE == 1:
+        return planes[0]
+    elif PER_BYTE == 2:
+        return tl.reshape(tl.join(planes[0], planes[1]), (ROWS, 2 * WIDTH))
+    else:
+        both = tl.join(tl.join(planes[0], planes[2]), tl.join(planes[1], planes[3]))
+        return tl.reshape(both, (ROWS, 4 * WIDTH))

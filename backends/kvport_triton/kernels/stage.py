@@ -12,8 +12,8 @@ buffer that stays in L2 and is overwritten by the next run; attend's NATIVE mode
 import triton
 import triton.language as tl
 
-from kvport_triton.kernels.attend import _exact_key, _exact_value
-from kvport_triton.kernels.numerics import BFLOAT16, nan_bits, round_bits
+from kvport_triton.kernels.attend import exact_codes
+from kvport_triton.kernels.numerics import BFLOAT16, interleave, nan_bits, round_bits
 
 
 @triton.jit
@@ -21,22 +21,11 @@ def _bf16_bits(x):
     return tl.where(x == x, round_bits(x, BFLOAT16), nan_bits(BFLOAT16)).to(tl.int16)
 
 
-@triton.jit
-def _interleave(a, b, c, d, PER_BYTE: tl.constexpr, BT: tl.constexpr, WIDTH: tl.constexpr):
-    """Tiles (BT, WIDTH) of the codes at each position of a byte -> (BT, WIDTH * PER_BYTE) in channel order."""
-    if PER_BYTE == 1:
-        return a
-    elif PER_BYTE == 2:
-        return tl.reshape(tl.join(a, b), (BT, 2 * WIDTH))
-    else:
-        return tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), (BT, 4 * WIDTH))
-
-
 @triton.jit(do_not_specialize=["first_column", "columns", "sequence", "table_columns", "heads"])
 def stage_kernel(
     K, KS, KZ, K_STATIC_S, K_STATIC_Z, V, VS, VZ, V_STATIC_S, V_STATIC_Z, KEYS, VALUES,
     TABLE, table_columns, sequence, first_column, columns, heads,
-    PAGE: tl.constexpr, BT: tl.constexpr,
+    PAGE: tl.constexpr, BT: tl.constexpr, INTERP: tl.constexpr,
     K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_PER_BYTE: tl.constexpr, K_QUANTIZED: tl.constexpr,
     K_SYMMETRIC: tl.constexpr, K_GROUPS: tl.constexpr, K_STATIC: tl.constexpr, K_SCALE: tl.constexpr,
     V_DIM: tl.constexpr, V_BITS: tl.constexpr, V_PER_BYTE: tl.constexpr, V_QUANTIZED: tl.constexpr,
@@ -63,24 +52,15 @@ def stage_kernel(
             code = tl.load(
                 K + ((base * PAGE + offset) * K_USED)[:, None] + jk[None, :], mask=(jk < K_USED)[None, :], other=0
             )
+            planes = ()
             for p in tl.static_range(K_PER_BYTE):
-                x = _bf16_bits(_exact_key(
+                x = _bf16_bits(exact_codes(
                     code, KS, KZ, K_STATIC_S, K_STATIC_Z, base, offset, h, p, K_DIM, PAGE, K_BITS, K_PER_BYTE,
-                    K_QUANTIZED, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE, K_WIDTH,
+                    K_QUANTIZED, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE, K_WIDTH, INTERP,
                 ))  # fmt: skip
-                if p == 0:
-                    k0 = x
-                    k1 = x
-                    k2 = x
-                    k3 = x
-                elif p == 1:
-                    k1 = x
-                elif p == 2:
-                    k2 = x
-                else:
-                    k3 = x
+                planes = planes + (x,)
             d = tl.arange(0, K_WIDTH * K_PER_BYTE)
-            bits = _interleave(k0, k1, k2, k3, K_PER_BYTE, BT, K_WIDTH)
+            bits = interleave(planes, K_PER_BYTE, BT, K_WIDTH)
             tl.store(KEYS + target[:, None] * K_DIM + d[None, :], bits, mask=(d < K_DIM)[None, :])
         else:
             V_USED: tl.constexpr = V_DIM // V_PER_BYTE
@@ -90,22 +70,13 @@ def stage_kernel(
                 V + (base * (V_USED * PAGE))[None, :] + jv[:, None] * PAGE + offset[None, :],
                 mask=(jv < V_USED)[:, None], other=0,
             )  # fmt: skip
+            planes = ()
             for p in tl.static_range(V_PER_BYTE):
-                y = tl.trans(_bf16_bits(_exact_value(
-                    stored, VS, VZ, V_STATIC_S, V_STATIC_Z, base, offset, h, p, V_DIM, PAGE, V_BITS, V_PER_BYTE,
-                    V_SYMMETRIC, V_GROUPS, V_STATIC, V_SCALE, V_WIDTH,
-                )))  # fmt: skip
-                if p == 0:
-                    v0 = y
-                    v1 = y
-                    v2 = y
-                    v3 = y
-                elif p == 1:
-                    v1 = y
-                elif p == 2:
-                    v2 = y
-                else:
-                    v3 = y
+                y = _bf16_bits(exact_codes(
+                    tl.trans(stored), VS, VZ, V_STATIC_S, V_STATIC_Z, base, offset, h, p, V_DIM, PAGE, V_BITS,
+                    V_PER_BYTE, V_QUANTIZED, V_SYMMETRIC, V_GROUPS, V_STATIC, V_SCALE, V_WIDTH, INTERP,
+                ))  # fmt: skip
+                planes = planes + (y,)
             e = tl.arange(0, V_WIDTH * V_PER_BYTE)
-            rows = _interleave(v0, v1, v2, v3, V_PER_BYTE, BT, V_WIDTH)
+            rows = interleave(planes, V_PER_BYTE, BT, V_WIDTH)
             tl.store(VALUES + target[:, None] * V_DIM + e[None, :], rows, mask=(e < V_DIM)[None, :])
