@@ -183,7 +183,8 @@ class Backend(ABC):
 
         ``scales`` holds one :class:`LayerScales` per layer, on the host, for static formats. ``storage`` hands in
         the tensors to use instead of new ones, by the names of :meth:`buffers`. Contents are undefined. Raises
-        :class:`kvport.Unsupported` for a layout that :meth:`support` declines.
+        :class:`kvport.Unsupported` for a layout that :meth:`support` declines, and :class:`kvport.ScaleError` for
+        scales that its ``scale_rule`` leaves out, with the ``layer`` (of 0 .. layers-1) that they are of.
         """
 
     @abstractmethod

@@ -30,6 +30,7 @@ from kvport.errors import (
     KVPortError,
     OutOfMemory,
     OutOfPages,
+    ScaleError,
     SequenceError,
     StepError,
     Unsupported,
@@ -423,6 +424,15 @@ class PagedCache:
                 # Tensors made in inference mode could not be written to outside of it.
                 with torch.inference_mode(False):
                     stores.append(self.backend.allocate(lane.layout, count, scales=scales_of_lane))
+            except ScaleError as error:  # the backend counts the layers of a group, users those of the model
+                members = self.layout.groups[lane.group].layers
+                layer = None if error.layer is None else members[error.layer]
+                of = f"layers {list(members)}" if layer is None else f"layer {layer}"
+                raise ScaleError(
+                    f"backend {self.backend.name} on {self.backend.device} cannot take the static scales of {of}: "
+                    f"{error}",
+                    layer=layer,
+                ) from error
             except (RuntimeError, MemoryError) as error:  # torch raises RuntimeError on CPUs, a subclass on GPUs
                 stores.clear()
                 raise OutOfMemory(

@@ -18,6 +18,8 @@
     │   └── IncompleteStep               a layer was not appended; the step was rolled back
     ├── SequenceError                    a sequence that is freed, foreign, or cannot do what was asked
     ├── ClosedError                      the cache is closed
+    ├── FileError (OSError)              a file that the system does not let be read or written
+    │   └── MissingFile (FileNotFoundError)  there is no such file
     ├── ImageError                       a page image that is damaged or belongs to another cache
     └── MissingDependency (ImportError)  an optional package is needed; the message has the install command
 
@@ -44,7 +46,15 @@ class LayoutError(InvalidArgument):
 
 
 class ScaleError(InvalidArgument):
-    """Static scales are absent, incomplete, of the wrong shape, or not positive finite numbers."""
+    """Static scales are absent, incomplete, of the wrong shape, or not positive finite numbers.
+
+    ``layer``: whose, where a backend declines the scales of one: its index in the group that the backend was given. The
+    cache names the model's layer, there and in the message.
+    """
+
+    def __init__(self, message: str, *, layer: int | None = None) -> None:
+        self.layer = layer
+        super().__init__(message)
 
 
 class Unsupported(KVPortError):
@@ -104,6 +114,20 @@ class SequenceError(KVPortError):
 
 class ClosedError(KVPortError):
     """The cache was closed."""
+
+
+class FileError(KVPortError, OSError):
+    """The system does not let a file be read or written; ``filename`` is its path, ``errno`` what the system said.
+
+    What a file holds is judged by other errors (:class:`ImageError`, :class:`ScaleError`, ...).
+    """
+
+    def __str__(self) -> str:
+        return str(self.args[0])  # and not what OSError makes of errno and filename
+
+
+class MissingFile(FileError, FileNotFoundError):
+    """There is no such file; the message says what would make one."""
 
 
 class ImageError(KVPortError):

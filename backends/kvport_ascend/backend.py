@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 from kvport.backend import Plan, StepArrays, Store, Support
-from kvport.errors import BackendUnavailable, InvalidArgument, Unsupported
+from kvport.errors import BackendUnavailable, InvalidArgument, ScaleError, Unsupported
 from kvport.layout import GroupLayout
 from kvport.scales import LayerScales, SideScales
 from kvport_ascend.formats import max_pages, mode_of, refusals, scale_rule, static_operands
@@ -237,8 +237,11 @@ class AscendBackend(TorchBackend):
                 continue
             found[f"{name}_antiquant_mode"] = mode_of(fmt, self.form)
             if side is not None:
-                where = f"layer {index} of the group, {name}"
-                scale, offset = static_operands(where, layout, fmt, side, self.form)
+                try:
+                    scale, offset = static_operands(name, layout, fmt, side, self.form)
+                except ScaleError as refusal:
+                    refusal.layer = index
+                    raise
                 found[f"{name}_antiquant_scale"] = scale.to(self.torch_device)
                 if offset is not None:
                     found[f"{name}_antiquant_offset"] = offset.to(self.torch_device)

@@ -20,8 +20,8 @@ from kvport.backend import Backend, StepArrays, Store, operations
 from kvport.cache import PagedCache
 from kvport.checkpoints import import_scales
 from kvport.errors import ScaleError, Unsupported
-from kvport.formats import dtype_name
-from kvport.layout import CacheLayout, GroupLayout
+from kvport.formats import CacheFormat, dtype_name
+from kvport.layout import CacheLayout, GroupLayout, LayerSpec
 from kvport.scales import LayerScales, SideScales
 from kvport.sequences import Sequence
 from kvport.step import Fresh
@@ -383,6 +383,21 @@ def test_scale_that_is_not_exact_in_the_models_dtype_is_refused() -> None:
     load_emulated().allocate(layout, 4, scales=[LayerScales(exact, exact)])
     with pytest.raises(ScaleError, match=r"value: .* not numbers of the model's dtype"):
         load_emulated().allocate(layout, 4, scales=[LayerScales(exact, inexact)])
+
+
+def test_a_scale_that_is_refused_is_named_by_the_models_layer() -> None:
+    """A group counts its own layers: layer 3 of the model is the second that has four KV heads."""
+    specs = tuple(LayerSpec(heads, 8, 64, 64) for heads in (2, 4, 2, 4))
+    layout = CacheLayout(specs, CacheFormat.parse("int8:head:static"), 128, torch.bfloat16)
+    scales = {n: LayerScales(*[SideScales(torch.full((spec.kv_heads,), 0.0625))] * 2) for n, spec in enumerate(specs)}
+    PagedCache(load_emulated(), layout, [4, 4], scales=scales)
+    scales[3] = LayerScales(scales[3].key, SideScales(torch.full((4,), 0.1)))
+    with pytest.raises(ScaleError, match=r"static scales of layer 3: value: 4 of 4 scales") as caught:
+        PagedCache(load_emulated(), layout, [4, 4], scales=scales)
+    assert caught.value.layer == 3
+    with pytest.raises(ScaleError) as caught:
+        load_emulated().allocate(layout.groups[1].layout, 4, scales=[scales[1], scales[3]])
+    assert caught.value.layer == 1
 
 
 @pytest.mark.parametrize(
