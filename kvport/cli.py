@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import importlib.metadata
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -50,8 +51,28 @@ def parser(chosen: str | None = None) -> argparse.ArgumentParser:
         if command.name == chosen:
             module = importlib.import_module(command.module)
             module.configure(sub)
-            sub.set_defaults(run=module.run)
+            sub.set_defaults(run=module.run, flags=_flags(sub))
     return top
+
+
+def _flags(sub: argparse.ArgumentParser) -> dict[str, str]:
+    """An option's name in Python -> its long flag."""
+    return {
+        action.dest: flag
+        for action in sub._actions  # argparse lists them nowhere else
+        for flag in action.option_strings
+        if flag.startswith("--")
+    }
+
+
+def _as_typed(message: str, flags: dict[str, str]) -> str:
+    """An error of a library function that names its arguments, in the words of who typed flags instead.
+
+    ``round_scales='fp16'`` becomes ``--round-scales='fp16'``, ``page_size must be`` becomes ``--page-size must be``.
+    """
+    for name, flag in flags.items():
+        message = re.sub(rf"(?<![\w-]){re.escape(name)}(?==| (?:\([^)]*\) )?must be )", flag, message)
+    return message
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -63,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         status: int = args.run(args)
     except KVPortError as error:
-        print(f"kvport {args.command}: error: {error}", file=sys.stderr)
+        print(f"kvport {args.command}: error: {_as_typed(str(error), args.flags)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
@@ -76,3 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"kvport {args.command}: error: {error.filename}: {error.strerror}", file=sys.stderr)
         return 1
     return status
+
+
+if __name__ == "__main__":  # "python -m kvport.cli" would say nothing otherwise
+    raise SystemExit(main())

@@ -14,7 +14,7 @@ import pytest
 
 from kvport import cli, inspection
 from kvport.cli import COMMANDS, Command, main
-from kvport.commands import backends
+from kvport.commands import backends, calibrate
 from kvport.errors import BackendUnavailable
 from kvport.formats import CODES, CacheFormat
 
@@ -58,6 +58,35 @@ def test_an_error_of_kvports_own_is_one_line_and_exit_1(
     monkeypatch.setattr(backends, "run", run)
     assert main(["backends"]) == 1
     assert capsys.readouterr().err == "kvport backends: error: the chip is on fire\n"
+
+
+@pytest.mark.parametrize(
+    ("said", "printed"),
+    [
+        ("give round_scales='fp16' or 'bf16'", "give --round-scales='fp16' or 'bf16'"),
+        ("round_scales must be 'fp16'", "--round-scales must be 'fp16'"),
+        ("choose one with prefix=", "choose one with --prefix="),
+        ("tokens (of the text) must be a whole number", "--tokens (of the text) must be a whole number"),
+        ("no_tokens=3, --tokens=3 and scale=fp16 have nothing to say", None),
+        ("layer 3: format int8:head:static,recent=128 needs scales", None),
+    ],
+)
+def test_an_error_names_flags_where_the_library_names_arguments(
+    said: str, printed: str | None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(args: argparse.Namespace) -> int:
+        raise BackendUnavailable(said)
+
+    monkeypatch.setattr(calibrate, "run", run)
+    assert main(["calibrate", "--checkpoint", "x", "-o", "y"]) == 1
+    assert capsys.readouterr().err == f"kvport calibrate: error: {printed or said}\n"
+
+
+@pytest.mark.parametrize("module", ["kvport", "kvport.cli"])
+def test_either_module_is_the_command(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "plan"], capture_output=True, text=True, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: kvport plan")
 
 
 def _run(*arguments: str, plugins: tuple[str, ...] = (), **environ: str) -> subprocess.CompletedProcess[str]:

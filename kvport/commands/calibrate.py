@@ -33,6 +33,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--round-scales", metavar="DTYPE", help="with --checkpoint: round its scales to fp16 or bf16 first"
     )
+    parser.add_argument("--prefix", help="with --checkpoint: of its tensors' names, where it holds several models")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -54,12 +55,15 @@ def _import(args: argparse.Namespace) -> Recipe:
     given = {"--text": args.text, "--format": args.format}
     if wrong := [name for name, value in given.items() if value is not None]:
         raise InvalidArgument(f"{', '.join(wrong)} with --checkpoint: the checkpoint says format and scales itself")
-    return import_scales(args.checkpoint, code=args.code, round_scales=args.round_scales)
+    return import_scales(args.checkpoint, code=args.code, prefix=args.prefix, round_scales=args.round_scales)
 
 
 def _calibrate(args: argparse.Namespace) -> Recipe:
     if missing := [name for name in ("text", "format") if getattr(args, name) is None]:
         raise InvalidArgument(f"--model needs {' and '.join('--' + name for name in missing)}")
+    given = {"--code": args.code, "--round-scales": args.round_scales, "--prefix": args.prefix}
+    if wrong := [name for name, value in given.items() if value is not None]:
+        raise InvalidArgument(f"{', '.join(wrong)} with --model: these are for the scales of a --checkpoint")
     if args.context < 1 or args.tokens < 1:
         raise InvalidArgument(f"--tokens {args.tokens} and --context {args.context} must be positive")
     if not (parent := Path(args.output).absolute().parent).is_dir():

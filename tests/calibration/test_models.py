@@ -295,7 +295,12 @@ def test_inspect_an_image(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
             "give the folder of a model",
         ),
         (["calibrate", "--model", "x", "--text", "t", "--format", "f", "-o", "no/such/y"], "there is no folder"),
+        (
+            ["calibrate", "--model", "x", "--text", "t", "--format", "f", "-o", "y", "--code", "int8"],
+            "--code with --model",
+        ),
         (["calibrate", "--checkpoint", "absent", "-o", "y"], "there is no checkpoint"),
+        (["calibrate", "--checkpoint", "x", "-o", "y", "--round-scales", "fp8"], "--round-scales must be 'fp16'"),
         (["calibrate", "--checkpoint", "x", "--text", "t", "-o", "y"], "says format and scales itself"),
     ],
 )
@@ -311,6 +316,16 @@ def test_import_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixt
         {f"model.layers.0.self_attn.{s}_scale": torch.tensor(0.5) for s in "kv"}, tmp_path / "model.safetensors"
     )
     output = str(tmp_path / "recipe.safetensors")
-    assert main(["calibrate", "--checkpoint", str(tmp_path), "--code", "fp8_e4m3", "-o", output]) == 0
+    command = ["calibrate", "--checkpoint", str(tmp_path), "--code", "fp8_e4m3", "-o", output]
+    assert main(command) == 0
     assert "imported: k_scale and v_scale" in capsys.readouterr().out
     assert load_recipe(output).format == "fp8_e4m3:tensor:static"
+    safetensors.torch.save_file(
+        {f"draft.model.layers.0.self_attn.{s}_scale": torch.tensor(0.25) for s in "kv"}, tmp_path / "draft.safetensors"
+    )
+    assert main(command) == 1
+    assert "several models: draft.model.layers., model.layers.; choose one with --prefix=" in capsys.readouterr().err
+    assert main([*command, "--prefix", "draft."]) == 0
+    key = load_recipe(output)[0].key
+    assert key is not None
+    assert key.scale == 0.25
