@@ -34,7 +34,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from kvport.errors import InvalidArgument, ScaleError, Unsupported
-from kvport.files import parse_json
+from kvport.files import parse_json, reading
 from kvport.formats import DTYPES, CacheFormat, TensorFormat
 from kvport.layout import CacheLayout, LayerSpec
 from kvport.model_config import ModelGeometry, read_model_config
@@ -154,13 +154,12 @@ class _Files:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        with reading(path, "checkpoint", "give a safetensors file, or the folder that holds some"):
+            path.stat()
         self.folder = path if path.is_dir() else path.parent
-        if path.is_file():
-            self.files = [path]
-        elif path.is_dir():
+        self.files = [path]
+        if path.is_dir():
             self.files = self._indexed() or sorted(path.glob("*.safetensors"))
-        else:
-            raise ScaleError(f"there is no checkpoint {path}")
         if not self.files:
             legacy = [name for name in ("kv_cache_scale.npy", "kv_cache_offset.npy") if (path / name).exists()]
             more = f" ({', '.join(legacy)} of an old ModelSlim are not read: export again)" if legacy else ""
@@ -180,8 +179,9 @@ class _Files:
         if not file.is_file():
             return None
         try:
-            content = parse_json(file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            with reading(file, "description", "it belongs to the checkpoint"):
+                content = parse_json(file.read_text(encoding="utf-8"))
+        except ValueError as error:
             raise ScaleError(f"{file} cannot be read as JSON: {error}") from error
         if not isinstance(content, dict):
             raise ScaleError(f"{file} holds a {type(content).__name__}, not named fields")
@@ -209,7 +209,10 @@ class _Files:
         found: dict[str, _Found] = {}
         for file in self.files:
             try:
-                with safe_open(file, framework="pt") as tensors:
+                with (
+                    reading(file, "part of the checkpoint", "copy the checkpoint whole"),
+                    safe_open(file, framework="pt") as tensors,
+                ):
                     for name in tensors.keys():  # noqa: SIM118 - not a mapping
                         match = next((m for p in patterns if (m := p.fullmatch(name))), None)
                         if match is None or (prefix is not None and not name.startswith(prefix)):
@@ -221,7 +224,7 @@ class _Files:
                         found[name] = _Found(
                             name, match["prefix"], int(match["layer"]), match["side"].upper(), part, value
                         )
-            except (SafetensorError, OSError) as error:
+            except SafetensorError as error:
                 raise ScaleError(f"{file} is not an intact safetensors file: {error}") from error
         if len(prefixes := sorted({f.prefix for f in found.values()})) > 1:
             raise ScaleError(

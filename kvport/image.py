@@ -28,7 +28,7 @@ from torch import Tensor
 from kvport.arguments import INT32_MAX, read_number, show
 from kvport.digests import part_of
 from kvport.errors import ImageError, InvalidArgument
-from kvport.files import write_atomically
+from kvport.files import reading, write_atomically
 
 if TYPE_CHECKING:
     from kvport.cache import PagedCache
@@ -128,17 +128,19 @@ class PageImage:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PageImage:
-        """Read a file written by :meth:`save`. Raises :class:`ImageError` for anything but an intact image."""
+        """Read a file written by :meth:`save`. Raises :class:`ImageError` for anything but an intact image,
+        and :class:`FileError` where there is no file that can be read."""
         if not isinstance(path, (str, os.PathLike)):
             raise InvalidArgument(f"PageImage.load takes a path, got {show(path)}")
         try:
-            with safe_open(os.fspath(path), framework="pt") as file:
+            with (
+                reading(path, "page image", "cache.export(sequence).save(path) writes one"),
+                safe_open(os.fspath(path), framework="pt") as file,
+            ):
                 metadata = file.metadata() or {}
                 # Copies: the file is mapped, and may be changed or cut by others after it was checked.
                 tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - not a mapping
-        except FileNotFoundError:
-            raise
-        except (SafetensorError, OSError, ValueError) as error:
+        except (SafetensorError, ValueError) as error:
             raise ImageError(f"{path} is not an intact safetensors file: {error}") from error
         if metadata.get("kvport.image") != str(IMAGE_VERSION):
             raise ImageError(

@@ -22,7 +22,7 @@ import torch
 
 from kvport.arguments import INT32_MAX, show
 from kvport.errors import LayoutError, Unsupported
-from kvport.files import parse_json
+from kvport.files import parse_json, reading
 from kvport.formats import DTYPES, CacheFormat
 from kvport.layout import DEFAULT_PAGE_SIZE, MOST_LAYERS, CacheLayout, LayerSpec
 
@@ -177,10 +177,9 @@ def _load(source: str | os.PathLike[str] | Config) -> Config:
     if path.is_dir():
         path = path / "config.json"
     try:
-        content = parse_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise LayoutError(f"there is no {path}; give a Hugging Face config.json or the folder that holds it") from None
-    except (OSError, ValueError) as error:
+        with reading(path, "model config", "give a Hugging Face config.json or the folder that holds it"):
+            content = parse_json(path.read_text(encoding="utf-8"))
+    except ValueError as error:
         raise LayoutError(f"{path} cannot be read as JSON: {error}") from error
     if not isinstance(content, dict):
         raise LayoutError(f"{path} holds a {type(content).__name__}, not the fields of a model")

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from kvport.arguments import show
 from kvport.errors import InvalidArgument, KVPortError, ScaleError
-from kvport.files import parse_json, write_atomically
+from kvport.files import parse_json, reading, write_atomically
 from kvport.formats import CacheFormat, TensorFormat
 from kvport.layout import CacheLayout
 from kvport.scales import LayerScales, ScaleSource, SideScales
@@ -164,16 +164,18 @@ class Recipe(ScaleSource):
 
 
 def load_recipe(path: str | os.PathLike[str]) -> Recipe:
-    """Read a recipe. Raises :class:`ScaleError` for anything but an intact one."""
+    """Read a recipe. Raises :class:`ScaleError` for anything but an intact one, and :class:`FileError` where there is
+    no file that can be read."""
     if not isinstance(path, (str, os.PathLike)):
         raise InvalidArgument(f"load_recipe takes a path, got {show(path)}")
     try:
-        with safe_open(os.fspath(path), framework="pt") as file:
+        with (
+            reading(path, "recipe", "'kvport calibrate -o' writes one"),
+            safe_open(os.fspath(path), framework="pt") as file,
+        ):
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - not a mapping
-    except FileNotFoundError:
-        raise ScaleError(f"there is no recipe {os.fspath(path)}; 'kvport calibrate -o' writes one") from None
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, ValueError) as error:
         raise ScaleError(f"{os.fspath(path)} is not an intact safetensors file: {error}") from error
     if metadata.get("kvport.recipe") != str(RECIPE_VERSION):
         raise ScaleError(

@@ -28,6 +28,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from kvport.errors import InvalidArgument
+from kvport.files import reading
 
 #: Days a waiver may run at most: what should hold for longer is what the backend declines in support().
 LONGEST: Final = 366
@@ -109,15 +110,17 @@ def from_record(record: object, source: str = "") -> Waiver:
 def read(path: str | os.PathLike[str]) -> tuple[Waiver, ...]:
     """The waivers in a file: tables ``[[waiver]]`` in TOML, or ``{"waiver": [...]}`` in JSON, told by its suffix.
 
-    Raises :class:`~kvport.errors.InvalidArgument` for a file that is missing, malformed or has a bad entry.
+    Raises :class:`~kvport.errors.InvalidArgument` for a file that is malformed or has a bad entry, and
+    :class:`~kvport.errors.FileError` where there is none that can be read.
     """
     path = Path(path)
     if path.suffix not in (".toml", ".json"):
         raise InvalidArgument(f"{path}: a file of waivers ends in .toml or .json")
     try:
-        text = path.read_text(encoding="utf-8")
+        with reading(path, "file of waivers", "docs/conformance.md shows one"):
+            text = path.read_text(encoding="utf-8")
         record = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
-    except (OSError, ValueError) as error:
+    except ValueError as error:
         raise InvalidArgument(f"{path} cannot be read as {path.suffix[1:].upper()}: {error}") from error
     if not isinstance(record, dict) or set(record) != {"waiver"} or not isinstance(record["waiver"], list):
         found = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__

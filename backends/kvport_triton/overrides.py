@@ -15,7 +15,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Final
 
-from kvport.errors import InvalidArgument
+from kvport.errors import InvalidArgument, MissingFile
+from kvport.files import reading, write_atomically
 from kvport.layout import GroupLayout
 from kvport_triton.tuning import Tuning
 
@@ -45,11 +46,10 @@ def read() -> dict[str, dict[str, int]]:
     """Entries of the file; none where there is no file. A file that is not what :func:`write` made is an error."""
     file = path()
     try:
-        text = file.read_text(encoding="utf-8")
-    except FileNotFoundError:
+        with reading(file, "file of tuned shapes", f"unset {VARIABLE}, or run kvport tune again"):
+            text = file.read_text(encoding="utf-8")
+    except MissingFile:
         return {}
-    except OSError as error:
-        raise InvalidArgument(f"{file}: cannot be read ({error}); unset {VARIABLE}, or run kvport tune again") from None
     try:
         found = json.loads(text)
     except ValueError as error:
@@ -76,7 +76,5 @@ def write(entries: Mapping[str, Tuning]) -> Path:
     file = path()
     kept = read() | {key: {n: v for n, v in asdict(shape).items() if n in ALLOWED} for key, shape in entries.items()}
     file.parent.mkdir(parents=True, exist_ok=True)
-    draft = file.with_name(f"{file.name}.{os.getpid()}")
-    draft.write_text(json.dumps(kept, indent=1, sort_keys=True) + "\n", encoding="utf-8")
-    draft.replace(file)
+    write_atomically(file, (json.dumps(kept, indent=1, sort_keys=True) + "\n").encode())
     return file

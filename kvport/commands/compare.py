@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 
-from kvport.errors import InvalidArgument
 from kvport.files import write_atomically
 from kvport.reports import Manifest, beside, compare, text
 from kvport.reports.html import page
@@ -33,8 +31,5 @@ def run(args: argparse.Namespace) -> int:
     return 0 if found.agreement else 1
 
 
-def _write(path: str | os.PathLike[str], content: str) -> None:
-    try:
-        write_atomically(path, content.encode("utf-8", "backslashreplace"))
-    except OSError as error:
-        raise InvalidArgument(f"{os.fspath(path)} cannot be written: {error.strerror or error}") from None
+def _write(path: str, content: str) -> None:
+    write_atomically(path, content.encode("utf-8", "backslashreplace"))

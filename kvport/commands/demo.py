@@ -7,6 +7,7 @@ import json
 from pathlib import Path
 
 from kvport.errors import InvalidArgument, MissingDependency
+from kvport.files import write_atomically
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -38,5 +39,5 @@ def run(args: argparse.Namespace) -> int:
             raise MissingDependency(f"{error}\n(kvport demo --synthetic runs on made-up K and V instead)") from error
     print(demo.render(report))
     if args.json is not None:
-        args.json.write_text(json.dumps(report.to_json(), indent=1) + "\n", encoding="utf-8")
+        write_atomically(args.json, (json.dumps(report.to_json(), indent=1) + "\n").encode())
     return 0

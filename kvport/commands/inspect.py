@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvport.errors import InvalidArgument
+from kvport.files import reading
 
 if TYPE_CHECKING:
     from kvport.image_report import StoredSide
@@ -64,12 +64,10 @@ def _kind(path: str) -> str:
     """Which of kvport's files this is, by its metadata."""
     from safetensors import SafetensorError, safe_open
 
-    if not Path(path).is_file():
-        raise InvalidArgument(f"there is no file {path}")
     try:
-        with safe_open(path, framework="pt") as file:
+        with reading(path, "file", "give a page image or a recipe"), safe_open(path, framework="pt") as file:
             metadata = file.metadata() or {}
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, ValueError) as error:
         raise InvalidArgument(f"{path} is not an intact safetensors file: {error}") from error
     for kind in ("kvport.image", "kvport.recipe"):
         if kind in metadata:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvport.errors import InvalidArgument, MissingDependency
+from kvport.files import reading
 from kvport.models import Model, load_smollm2
 
 #: What ``--model`` takes besides a folder.
@@ -47,10 +48,11 @@ def load_text(path: str | os.PathLike[str], tokenizer: Any, tokens: int) -> Text
     """The first ``tokens`` tokens of a UTF-8 file, without special tokens. A shorter text is refused by its length."""
     import torch
 
-    try:
+    with reading(path, "text", "--text names a file of UTF-8 text"):
         raw = Path(path).read_bytes()
+    try:
         text = raw.decode("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise InvalidArgument(f"--text {os.fspath(path)} cannot be read as UTF-8: {error}") from error
     ids = tokenizer(text, add_special_tokens=False)["input_ids"][:tokens]
     if len(ids) < min(tokens, 2):

@@ -9,7 +9,7 @@ import argparse
 import json
 import sys
 
-from kvport.errors import InvalidArgument
+from kvport.errors import FileError, InvalidArgument
 from kvport.reports import Manifest, ReportError, read, text, verify
 from kvport.reports.reading import schema, shown
 
@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
         try:
             report = read(path)
             found = verify(report, manifest)
-        except ReportError as error:  # the others are verified all the same
+        except (ReportError, FileError) as error:  # the others are verified all the same
             print(f"kvport verify-report: error: {shown(error)}", file=sys.stderr)
             good = False
             continue

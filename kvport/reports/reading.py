@@ -21,7 +21,7 @@ from typing import Any
 
 from kvport.arguments import show
 from kvport.errors import KVPortError
-from kvport.files import parse_json
+from kvport.files import parse_json, reading
 
 #: What this kvport reads; see :data:`pytest_kvport.reporting.SCHEMA_VERSION`.
 SCHEMA_VERSION = 2
@@ -100,14 +100,14 @@ def sealed(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def read(path: str | os.PathLike[str]) -> Report:
-    """Read and check a report against the schema. Raises :class:`ReportError` with the first few faults."""
+    """Read and check a report against the schema. Raises :class:`ReportError` with the first few faults, and
+    :class:`~kvport.errors.FileError` where there is no file that can be read."""
     try:
-        if (size := os.stat(path).st_size) > LARGEST:
-            raise ReportError(f"{path} has {size} bytes; a report has at most {LARGEST}")
-        record = _parse(Path(path).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ReportError(f"{path}: there is no such file") from None
-    except (OSError, ValueError) as error:
+        with reading(path, "report", "pytest --pyargs kvport_conformance --report=FILE writes one"):
+            if (size := os.stat(path).st_size) > LARGEST:
+                raise ReportError(f"{path} has {size} bytes; a report has at most {LARGEST}")
+            record = _parse(Path(path).read_text(encoding="utf-8"))
+    except ValueError as error:
         raise ReportError(f"{path} is no JSON file: {error}") from None
     version = record.get("schema_version") if isinstance(record, dict) else None
     if type(version) is int and version != SCHEMA_VERSION:

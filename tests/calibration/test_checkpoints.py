@@ -17,7 +17,7 @@ from torch import Tensor
 import kvport
 from kvport import codec
 from kvport.checkpoints import import_scales
-from kvport.errors import InvalidArgument, KVPortError, ScaleError, Unsupported
+from kvport.errors import InvalidArgument, KVPortError, MissingFile, ScaleError, Unsupported
 from kvport.model_config import read_model_config
 
 #: Two layers of 2 KV heads with 8 channels.
@@ -298,7 +298,7 @@ def test_shards(checkpoint: Write) -> None:
 
 
 def test_files_that_are_not_there_or_damaged(tmp_path: Path, checkpoint: Write) -> None:
-    with pytest.raises(ScaleError, match="there is no checkpoint"):
+    with pytest.raises(MissingFile, match=r"there is no checkpoint .*; give a safetensors file"):
         import_scales(tmp_path / "absent")
     with pytest.raises(ScaleError, match="no safetensors files"):
         import_scales(checkpoint({}, FP8))

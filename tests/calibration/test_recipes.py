@@ -11,7 +11,7 @@ import torch
 from safetensors import safe_open
 
 import kvport
-from kvport.errors import InvalidArgument, ScaleError
+from kvport.errors import InvalidArgument, MissingFile, ScaleError
 from kvport.layout import CacheLayout, LayerSpec
 from kvport.recipes import Recipe, load_recipe
 from kvport.scales import LayerScales, SideScales
@@ -187,7 +187,7 @@ def test_damaged_files_are_refused(tmp_path: Path, change: Any, match: str) -> N
 
 
 def test_files_that_are_none(tmp_path: Path) -> None:
-    with pytest.raises(ScaleError, match="there is no recipe"):
+    with pytest.raises(MissingFile, match=r"there is no recipe .*; 'kvport calibrate -o' writes one"):
         load_recipe(tmp_path / "absent.safetensors")
     path = tmp_path / "recipe.safetensors"
     recipe().save(path)

@@ -18,7 +18,18 @@ import torch
 from core_support import FORMATS
 from safetensors import safe_open
 
-from kvport import CacheFormat, CacheLayout, ImageError, OutOfPages, PagedCache, PageImage, Sequence, SideScales
+from kvport import (
+    CacheFormat,
+    CacheLayout,
+    FileError,
+    ImageError,
+    MissingFile,
+    OutOfPages,
+    PagedCache,
+    PageImage,
+    Sequence,
+    SideScales,
+)
 from kvport_cpu import reference
 
 MORE_FORMATS = (*FORMATS, "bf16", "fp16", "int2:g32:asym:scale=bf16", "k=int8:scale=fp16,v=int4:g16")
@@ -411,10 +422,12 @@ def test_token_ids_are_covered_by_a_checksum(saved: Path, ids: str) -> None:
 def test_files_that_are_no_image(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("hello")
     safetensors.torch.save_file({"a": torch.zeros(3)}, str(tmp_path / "weights"))
-    for path in (tmp_path / "text", tmp_path / "weights", tmp_path):
+    for path in (tmp_path / "text", tmp_path / "weights"):
         with pytest.raises(ImageError):
             PageImage.load(path)
-    with pytest.raises(FileNotFoundError):
+    with pytest.raises(FileError, match="it is a folder"):
+        PageImage.load(tmp_path)
+    with pytest.raises(MissingFile):
         PageImage.load(tmp_path / "nothing")
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvport.errors import KVPortError, LayoutError, Unsupported
+from kvport.errors import KVPortError, LayoutError, MissingFile, Unsupported
 from kvport.layout import LayerSpec
 from kvport.model_config import ModelGeometry, read_model_config
 from kvport.planning import plan
@@ -232,7 +232,7 @@ def test_from_a_file_and_a_folder(tmp_path: Path) -> None:
     file.write_text("[]")
     with pytest.raises(LayoutError, match="holds a list"):
         read_model_config(file)
-    with pytest.raises(LayoutError, match="there is no"):
+    with pytest.raises(MissingFile, match=r"there is no model config .*; give a Hugging Face config\.json"):
         read_model_config(tmp_path / "absent.json")
 
 

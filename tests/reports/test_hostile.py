@@ -75,8 +75,8 @@ def test_absent_files_and_folders_are_refused_and_the_others_verified(
 ) -> None:
     assert main(["verify-report", str(tmp_path / "absent.json"), str(tmp_path)]) == 1
     said = capsys.readouterr().err
-    assert "absent.json: there is no such file" in said
-    assert "is no JSON file" in said
+    assert f"there is no report {tmp_path / 'absent.json'}; pytest" in said
+    assert f"the report {tmp_path} cannot be read: it is a folder" in said
 
 
 def test_a_page_or_table_that_cannot_be_written_is_one_error(
