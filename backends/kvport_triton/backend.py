@@ -382,8 +382,8 @@ class TritonBackend(TorchBackend):
         grid = (launch.item_count * heads,)
         if layout.latent:
             latent_kernel[grid](
-                *arguments, launch.row_count, layout.window or WIDEST, float(scale), float(softcap or 1.0),
-                MODE=_MODE_NUMBER[mode], M=max(16, triton.next_power_of_2(launch.row_count)),
+                *arguments, float(scale), float(softcap or 1.0),
+                MODE=_MODE_NUMBER[mode], M=max(int(__import__("os").environ.get("LATENT_M", "16")), triton.next_power_of_2(launch.row_count)),
                 **shared, **key.constants("K_"), **value.constants("R_"),
             )  # fmt: skip
         elif mode == "codes" and launch.kind == "decode":

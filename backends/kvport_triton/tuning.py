@@ -37,7 +37,7 @@ class Tuning:
 def latent(mode: Mode, *, wide: bool, decoding: bool, group: int) -> Tuning:
     """The shape of one launch over latent pages: rows are as long as a tile of others is wide."""
     import os
-    rows = group if decoding else max(16, group)
+    rows = group
     if mode == "exact":
         return Tuning(tile=16, warps=8 if wide else 4, stages=1, waves=2, rows=rows)
     env = os.environ.get("LATENT")

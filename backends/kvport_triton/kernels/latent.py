@@ -18,8 +18,6 @@ from kvport_triton.kernels.attend import (
     ITEM_FIELDS,
     NEGATIVE_INFINITY,
     ROUNDED,
-    _query_slice,
-    _weigh_floats,
     _with_sink,
     exact_codes,
 )
@@ -55,9 +53,27 @@ def _rows(
 
 
 @triton.jit
+def _query(
+    Q, row, heads, live, q_token, q_head, q_dim, MODE: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+):
+    """(M, WIDTH) of the query, zero past ``DIM`` and in rows that are not live.
+
+    Rounded products take bfloat16 queries as they are: only what comes straight from a load stays in shared memory,
+    where the tensor cores read it; registers have no room for it. IEEE products take float32, multiplied by 1, as a
+    query that is merely widened trips a layout pass of triton 3.6.
+    """
+    d = tl.arange(0, WIDTH)
+    address = Q + row.to(tl.int64) * q_token + heads[:, None] * q_head + d[None, :] * q_dim
+    q = tl.load(address, mask=live[:, None] & (d < DIM)[None, :], other=0.0)
+    if MODE == EXACT:
+        q = q.to(tl.float32) * tl.where(live, 1.0, 0.0)[:, None]
+    return q
+
+
+@triton.jit
 def _latent_tile(
     t, m, l, a, q, r, rs, softcap,
-    K, KS, KZ, K_STATIC_S, K_STATIC_Z, R, RS, RZ, TABLE, table_columns, start, end, first, last,
+    K, KS, KZ, K_STATIC_S, K_STATIC_Z, R, RS, RZ, TABLE, table_columns, start, end,
     MODE: tl.constexpr, WHOLE: tl.constexpr, SOFTCAP: tl.constexpr, T: tl.constexpr,
     PAGE: tl.constexpr, INTERP: tl.constexpr,
     K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_PER_BYTE: tl.constexpr, K_QUANTIZED: tl.constexpr,
@@ -65,13 +81,12 @@ def _latent_tile(
     R_DIM: tl.constexpr, R_BITS: tl.constexpr, R_PER_BYTE: tl.constexpr, R_QUANTIZED: tl.constexpr,
     R_SYMMETRIC: tl.constexpr, R_GROUPS: tl.constexpr, R_STATIC: tl.constexpr, R_SCALE: tl.constexpr,
 ):
-    """One tile of ``T`` stored tokens, which every row sees whole where ``WHOLE``; see attend's _tile."""
+    """One tile of ``T`` stored tokens, all of them seen where ``WHOLE``, else those from start to end."""
     position = t * T + tl.arange(0, T)
     column = position // PAGE
     offset = position % PAGE
     page = tl.load(TABLE + column, mask=column < table_columns, other=0).to(tl.int64)
     stored = (position >= start) & (position < end)
-    seen = stored[None, :] & (position[None, :] > first[:, None]) & (position[None, :] <= last[:, None])
     rope = _rows(R, RS, RZ, RS, RZ, page, offset, MODE, PAGE, INTERP,
                  R_DIM, R_BITS, R_PER_BYTE, R_QUANTIZED, R_SYMMETRIC, R_GROUPS, R_STATIC, R_SCALE)
     key = _rows(K, KS, KZ, K_STATIC_S, K_STATIC_Z, page, offset, MODE, PAGE, INTERP,
@@ -83,7 +98,7 @@ def _latent_tile(
     else:
         x = x * rs
     if not WHOLE:
-        x = tl.where(seen, x, NEGATIVE_INFINITY)
+        x = tl.where(stored[None, :], x, NEGATIVE_INFINITY)
     new = tl.maximum(m, tl.max(x, 1))
     finite = tl.where(new == NEGATIVE_INFINITY, 0.0, new)
     shrink = tl.exp2(m - finite)
@@ -93,18 +108,18 @@ def _latent_tile(
         weights = round_bf16(weights, INTERP)
     if not WHOLE:
         key = tl.where(stored[:, None], key, 0.0)
-    a = _weigh_floats(weights, key, a * shrink[:, None], seen, not WHOLE, MODE == EXACT, INTERP)
+    a = dot_add(weights, key, a * shrink[:, None], MODE == EXACT, INTERP)
     return new, l, a
 
 
 @triton.jit(do_not_specialize=[
-    "table_columns", "query_heads", "blocks", "group", "row_count", "sinks", "window",
+    "table_columns", "query_heads", "blocks", "group", "sinks",
 ])
 def latent_kernel(
     Q, q_token, q_head, q_dim,
     K, KS, KZ, K_STATIC_S, K_STATIC_Z, R, RS, RZ,
     TABLE, table_columns, ITEMS, OUT, LSE, PART_OUT, PART_LSE, SINKS, sinks, query_heads, blocks, group,
-    row_count, window, scale, softcap,
+    scale, softcap,
     MODE: tl.constexpr, SOFTCAP: tl.constexpr, M: tl.constexpr, T: tl.constexpr, PAGE: tl.constexpr,
     STAGES: tl.constexpr, INTERP: tl.constexpr,
     K_DIM: tl.constexpr, K_BITS: tl.constexpr, K_PER_BYTE: tl.constexpr, K_QUANTIZED: tl.constexpr,
@@ -112,13 +127,13 @@ def latent_kernel(
     R_DIM: tl.constexpr, R_BITS: tl.constexpr, R_PER_BYTE: tl.constexpr, R_QUANTIZED: tl.constexpr,
     R_SYMMETRIC: tl.constexpr, R_GROUPS: tl.constexpr, R_STATIC: tl.constexpr, R_SCALE: tl.constexpr,
 ):
-    """Grid: (items * blocks,), blocks fastest; a block is ``group`` query heads. See attend_kernel for the rest."""
+    """Grid: (items * blocks,), blocks fastest; a block is ``group`` query heads. An item has one query token, so that
+    every row of a program sees the same stored tokens. See attend_kernel for the rest."""
     h = tl.program_id(0) % blocks
     item = ITEMS + (tl.program_id(0) // blocks) * ITEM_FIELDS
     sequence = tl.load(item)
     row = tl.load(item + 1)
     tokens = tl.load(item + 2)
-    query_position = tl.load(item + 3)
     start = tl.load(item + 4)
     end = tl.load(item + 5)
     tile_first = tl.load(item + 6)
@@ -127,37 +142,25 @@ def latent_kernel(
     part = tl.load(item + 9)
 
     i = tl.arange(0, M)
-    token = i // group
-    live = (token < tokens) & (i < row_count)
-    rows = row + tl.where(live, token, 0)
-    q_heads = h * group + i % group
-    last = query_position + token
-    first = last - window
-    # The sign of the scale goes into the query, its size into the scores. (A query that were merely widened trips a
-    # layout pass of triton 3.6 in IEEE products.)
-    sign = tl.where(scale > 0.0, 1.0, tl.where(scale < 0.0, -1.0, 0.0))
-    rs = tl.where(scale == 0.0, LOG2_E, tl.abs(scale) * LOG2_E)
+    live = (i < group) & (i * 0 + tokens > 0)
+    q_heads = h * group + tl.where(live, i, 0)
+    rs = scale * LOG2_E
 
     K_WIDTH: tl.constexpr = triton.next_power_of_2(K_DIM // K_PER_BYTE) * K_PER_BYTE
     R_WIDTH: tl.constexpr = triton.next_power_of_2(R_DIM // R_PER_BYTE) * R_PER_BYTE
-    q = sign * _query_slice(Q, rows, q_heads, live, q_token, q_head, q_dim, 0, 0, K_DIM, 1, 1, K_WIDTH)
-    r = sign * _query_slice(Q + K_DIM * q_dim, rows, q_heads, live, q_token, q_head, q_dim, 0, 0, R_DIM, 1, 1, R_WIDTH)
-    if MODE == ROUNDED:
-        # bfloat16 queries, so that nothing is rounded.
-        q = round_bf16(q, INTERP)
-        r = round_bf16(r, INTERP)
+    q = _query(Q, row, q_heads, live, q_token, q_head, q_dim, MODE, K_DIM, K_WIDTH)
+    r = _query(Q + K_DIM * q_dim, row, q_heads, live, q_token, q_head, q_dim, MODE, R_DIM, R_WIDTH)
     m = tl.full([M], NEGATIVE_INFINITY, tl.float32)
     l = tl.zeros([M], tl.float32)
     a = tl.zeros([M, K_WIDTH], tl.float32)
 
     table = TABLE + sequence.to(tl.int64) * table_columns
-    lowest = tl.maximum(start, query_position + tokens - window)
-    whole_first = tl.minimum(tl.maximum((lowest + T - 1) // T, tile_first), tile_end)
-    whole_end = tl.minimum(tl.maximum(tl.minimum(query_position + 1, end) // T, whole_first), tile_end)
+    whole_first = tl.minimum(tl.maximum((start + T - 1) // T, tile_first), tile_end)
+    whole_end = tl.minimum(tl.maximum(end // T, whole_first), tile_end)
     for t in tl.range(whole_first, whole_end, num_stages=STAGES):
         m, l, a = _latent_tile(
             t, m, l, a, q, r, rs, softcap,
-            K, KS, KZ, K_STATIC_S, K_STATIC_Z, R, RS, RZ, table, table_columns, start, end, first, last,
+            K, KS, KZ, K_STATIC_S, K_STATIC_Z, R, RS, RZ, table, table_columns, start, end,
             MODE, True, SOFTCAP, T, PAGE, INTERP,
             K_DIM, K_BITS, K_PER_BYTE, K_QUANTIZED, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE,
             R_DIM, R_BITS, R_PER_BYTE, R_QUANTIZED, R_SYMMETRIC, R_GROUPS, R_STATIC, R_SCALE,
@@ -167,7 +170,7 @@ def latent_kernel(
         t = tl.where(n < before, tile_first + n, whole_end + n - before)
         m, l, a = _latent_tile(
             t, m, l, a, q, r, rs, softcap,
-            K, KS, KZ, K_STATIC_S, K_STATIC_Z, R, RS, RZ, table, table_columns, start, end, first, last,
+            K, KS, KZ, K_STATIC_S, K_STATIC_Z, R, RS, RZ, table, table_columns, start, end,
             MODE, False, SOFTCAP, T, PAGE, INTERP,
             K_DIM, K_BITS, K_PER_BYTE, K_QUANTIZED, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE,
             R_DIM, R_BITS, R_PER_BYTE, R_QUANTIZED, R_SYMMETRIC, R_GROUPS, R_STATIC, R_SCALE,
@@ -177,8 +180,8 @@ def latent_kernel(
     total = tl.where(empty, 1.0, l)
     lse = tl.where(empty, NEGATIVE_INFINITY, m + tl.log2(total))
     factor = tl.where(empty, 0.0, 1.0 / total)
-    row_out = rows.to(tl.int64) * query_heads + q_heads
-    row_part = (part.to(tl.int64) * blocks + h) * row_count + i
+    row_out = row.to(tl.int64) * query_heads + q_heads
+    row_part = (part.to(tl.int64) * blocks + h) * group + i
     whole = splits == 1
     alone = live & (splits + i * 0 == 1) & (sinks + i * 0 != 0)
     sink = tl.load(SINKS + q_heads, mask=alone, other=NEGATIVE_INFINITY).to(tl.float32) * LOG2_E
