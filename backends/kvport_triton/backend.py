@@ -30,10 +30,19 @@ from kvport_triton.kernels.decode import decode_kernel
 from kvport_triton.kernels.encode import append_kernel, begin_pages_kernel
 from kvport_triton.kernels.latent import latent_kernel
 from kvport_triton.kernels.stage import stage_kernel
-from kvport_triton.planning import Launch, Prepared, Shape, Staged, prepare, prepare_fixed
+from kvport_triton.planning import Launch, Prepared, Shape, Staged, cdiv, power_of_two, prepare, prepare_fixed
 from kvport_triton.sides import DTYPE_NUMBER, Side, bits_view, sides
 from kvport_triton.store import TritonStore, private_dtype, private_shape, to_private
-from kvport_triton.tuning import INTERPRETED_PROCESSORS, MOST_VERIFY, Mode, Tuning, interpreted, latent, tuning
+from kvport_triton.tuning import (
+    INTERPRETED_PROCESSORS,
+    MOST_VERIFY,
+    Mode,
+    Tuning,
+    interpreted,
+    latent,
+    reads_runs,
+    tuning,
+)
 
 PAGE_SIZES: Final = (16, 32, 64, 128, 256)
 MOST_GROUP: Final = 16
@@ -73,8 +82,6 @@ class TritonBackend(TorchBackend):
     #: Bytes of the scratch that a run of pages is decoded into: about the L2 of a large GPU.
     stage_bytes: int = 64 << 20
 
-    runs: bool | None = None
-
     def __init__(self, device: str, torch_device: torch.device, *, interpreted: bool) -> None:
         super().__init__(device, torch_device)
         self.interpreted = interpreted
@@ -88,6 +95,10 @@ class TritonBackend(TorchBackend):
         self.tuned: dict[str, Tuning] = {} if interpreted else {k: Tuning(**v) for k, v in overrides.read().items()}
         #: The interpreter can do what any GPU can.
         self.capability = FP8_CAPABILITY if interpreted else torch.cuda.get_device_capability(torch_device)
+        #: Bytes that a program may have; None where there is no such limit.
+        self.shared_memory = (
+            None if interpreted else torch.cuda.get_device_properties(torch_device).shared_memory_per_block_optin  # type: ignore[attr-defined]
+        )
         self.capture = "eager" if interpreted else "cuda graph"
         self.processors = (
             INTERPRETED_PROCESSORS
@@ -155,9 +166,7 @@ class TritonBackend(TorchBackend):
         flags = store.poison[layer] if store.poison is not None else slots
         with self._on_device():
             if store.poison is not None:
-                begin_pages_kernel[(triton.cdiv(tokens, 1024),)](
-                    flags, slots, tokens, PAGE=layout.page_size, BLOCK=1024
-                )
+                begin_pages_kernel[(cdiv(tokens, 1024),)](flags, slots, tokens, PAGE=layout.page_size, BLOCK=1024)
             block = self.append_block or _append_block(tokens, layout.page_size, self.interpreted)
             parts = [
                 self._encoding(store, layer, side, stored.name, rows.detach())
@@ -166,7 +175,7 @@ class TritonBackend(TorchBackend):
             # The parts of a latent row are both stored as K is, V is transposed: K's half of the kernel, twice.
             for pair in [[part, part] for part in parts] if layout.latent else [parts]:
                 constants = {f"{p}_{n}": v for p, (_, found) in zip("KV", pair, strict=True) for n, v in found.items()}
-                append_kernel[(triton.cdiv(tokens, block), layout.kv_heads, 1 if layout.latent else 2)](
+                append_kernel[(cdiv(tokens, block), layout.kv_heads, 1 if layout.latent else 2)](
                     *pair[0][0],
                     *pair[1][0],
                     flags,
@@ -176,6 +185,7 @@ class TritonBackend(TorchBackend):
                     BT=block,
                     PAGE=layout.page_size,
                     INTERP=self.interpreted,
+                    enable_fp_fusion=False,
                     **constants,
                 )
 
@@ -301,7 +311,9 @@ class TritonBackend(TorchBackend):
         """
         _, group = _blocks(layout, layout.query_heads, layout.dtype)
         return {
-            kind: self._tuning(layout, kind, self._mode(layout, layout.dtype, kind), group, tokens).shape(self.processors)
+            kind: self._tuning(layout, kind, self._mode(layout, layout.dtype, kind), group, tokens).shape(
+                self.processors
+            )
             for kind, tokens in most.items()
         }
 
@@ -355,7 +367,8 @@ class TritonBackend(TorchBackend):
         layout = store.layout
         mode = self._mode(layout, query.dtype, launch.kind)
         tuned = self._tuning(layout, launch.kind, mode, group, launch.row_count // group)
-        tuned = replace(tuned, tile=launch.shape.tile)
+        if tuned.tile != launch.shape.tile:
+            tuned = replace(tuned, tile=launch.shape.tile)
         key, value = sides(layout)
         heads, _ = _blocks(layout, query.shape[1], query.dtype)
         part_out, part_lse = self._scratch(plan.private, launch, layout, heads, lse)
@@ -378,12 +391,13 @@ class TritonBackend(TorchBackend):
             "INTERP": self.interpreted,
             "num_warps": tuned.warps,
             "maxnreg": tuned.registers,
+            "enable_fp_fusion": False,
         }
         grid = (launch.item_count * heads,)
         if layout.latent:
             latent_kernel[grid](
                 *arguments, float(scale), float(softcap or 1.0),
-                MODE=_MODE_NUMBER[mode], M=max(int(__import__("os").environ.get("LATENT_M", "16")), triton.next_power_of_2(launch.row_count)),
+                MODE=_MODE_NUMBER[mode], M=max(tuned.padded, power_of_two(launch.row_count)),
                 **shared, **key.constants("K_"), **value.constants("R_"),
             )  # fmt: skip
         elif mode == "codes" and launch.kind == "decode":
@@ -391,7 +405,7 @@ class TritonBackend(TorchBackend):
             del constants["K_QUANTIZED"], constants["V_QUANTIZED"]
             decode_kernel[grid](
                 *arguments, float(scale), float(softcap or 1.0),
-                RUNS=layout.page_size <= tuned.tile if self.runs is None else self.runs,
+                RUNS=reads_runs(layout.page_size, tuned.tile, max(key.bits, value.bits)),
                 N=max(8, triton.next_power_of_2(group)), **shared, **constants,
             )  # fmt: skip
         else:
@@ -400,16 +414,17 @@ class TritonBackend(TorchBackend):
                 MODE=_MODE_NUMBER[mode],
                 MASK_ROWS=launch.kind != "decode",
                 CONTINUES=False,
-                M=max(16, triton.next_power_of_2(launch.row_count)),
+                M=max(16, power_of_two(launch.row_count)),
                 **shared, **key.constants("K_"), **value.constants("V_"),
             )  # fmt: skip
         if launch.block_count:
-            channels = min(MERGE_CHANNELS, triton.next_power_of_2(layout.value_dim))
-            rows = launch.row_count * triton.cdiv(layout.value_dim, channels)
+            channels = min(MERGE_CHANNELS, power_of_two(layout.value_dim))
+            rows = launch.row_count * cdiv(layout.value_dim, channels)
             merge_kernel[(launch.block_count, heads, rows)](
                 launch.blocks, part_out, part_lse, out, lse, sink, int(sinks is not None), heads,
                 query.shape[1], group, launch.row_count,
                 DIM=layout.value_dim, CHANNELS=channels, SPLITS=MERGE_SPLITS, num_warps=4,
+                enable_fp_fusion=False,
             )  # fmt: skip
 
     def _staged(
@@ -445,7 +460,7 @@ class TritonBackend(TorchBackend):
             stage_kernel[(staged.columns * layout.page_size // block, layout.kv_heads, 2)](
                 *arguments, bits_view(keys), bits_view(values), table, table.shape[1], run.sequence, run.first_column,
                 staged.columns, layout.kv_heads, PAGE=layout.page_size, BT=block, INTERP=self.interpreted,
-                **key.constants("K_"), **value.constants("V_"),
+                enable_fp_fusion=False, **key.constants("K_"), **value.constants("V_"),
             )  # fmt: skip
             attend_kernel[(run.item_count * layout.kv_heads,)](
                 query.detach(), *query.stride(), keys, keys, keys, keys, keys, values, values, values, values, values,
@@ -456,13 +471,14 @@ class TritonBackend(TorchBackend):
                 MASK_ROWS=True,
                 CONTINUES=True,
                 SOFTCAP=softcap is not None,
-                M=max(16, triton.next_power_of_2(staged.row_count)),
+                M=max(16, power_of_two(staged.row_count)),
                 T=tuned.tile,
                 PAGE=layout.page_size,
                 STAGES=tuned.stages,
                 INTERP=self.interpreted,
                 num_warps=tuned.warps,
                 maxnreg=tuned.registers,
+                enable_fp_fusion=False,
                 **Side.of(_STAGED_FORMAT, layout.key_dim).constants("K_"),
                 **Side.of(_STAGED_FORMAT, layout.value_dim).constants("V_"),
             )  # fmt: skip
@@ -600,32 +616,37 @@ class TritonBackend(TorchBackend):
         return "exact"
 
     def _tuning(self, layout: GroupLayout, kind: str, mode: Mode, group: int, tokens: int) -> Tuning:
-        found = self._table(layout, kind, mode, group, tokens)
-        if kind == "decode" and mode == "codes":
-            # A tile of decode lies within the tokens that share scales of channels.
-            blocks = [side.format.group for side in layout.sides if side.format.granularity == "channel_group"]
-            found = replace(found, tile=min([found.tile, *blocks]))
+        key, value = sides(layout)
+        codes = kind == "decode" and mode == "codes"
+        found = self.tuned.get(overrides.key_of(self.gpu, layout)) if codes and self.tuned else None
+        if found is not None:
+            found = replace(found, rows=group).fitted()
+        elif layout.latent:
+            plain = all(side.format.code == "bf16" for side in layout.sides)
+            stored = sum(plane.nbytes for plane in layout.planes if plane.name.endswith(".codes")) // layout.page_size
+            found = latent(
+                mode, group=group, width=power_of_two(key.dim) + power_of_two(value.dim), row_bytes=stored,
+                decoded=not plain, shared=self.shared_memory,
+            )  # fmt: skip
+        elif self.interpreted:
+            found = interpreted(kind, group, tokens)
+        else:
+            found = tuning(
+                kind, mode, dim=max(key.dim, value.dim), bits=max(layout.format.key.bits, layout.format.value.bits),
+                slices=max(key.slices, value.slices), group=group, most_tokens=tokens,
+            )  # fmt: skip
+        if codes:
+            # A tile lies within the tokens that share scales of channels.
+            block = min((-side.groups for side in (key, value) if side.groups < 0), default=found.tile)
+            found = replace(found, tile=min(block, found.tile))
         return found
-
-    def _table(self, layout: GroupLayout, kind: str, mode: Mode, group: int, tokens: int) -> Tuning:
-        if kind == "decode" and mode == "codes" and self.tuned:
-            found = self.tuned.get(overrides.key_of(self.gpu, layout))
-            if found is not None:
-                return replace(found, rows=group)
-        if layout.latent:
-            return latent(mode, wide=layout.value_dim > 256, decoding=kind == "decode", group=group)
-        if self.interpreted:
-            return interpreted(kind, group, tokens)
-        bits = max(layout.format.key.bits, layout.format.value.bits)
-        return tuning(kind, mode, dim=max(layout.key_dim, layout.value_dim), bits=bits, group=group, most_tokens=tokens)
 
     def _plan_for(self, store: TritonStore, query: Tensor, plan: Plan) -> Plan:
         """The step's plan, or one of its own for a layer that reads these pages with other query heads or another
         dtype than the layout's (its tiles differ); made once and kept beside the first."""
         layout = store.layout
         heads = query.shape[1]
-        modes = ([self._mode(layout, dtype, kind) for kind in KINDS] for dtype in (query.dtype, layout.dtype))
-        if heads == layout.query_heads and next(modes) == next(modes):
+        if heads == layout.query_heads and self._alike(layout, query.dtype):
             return plan
         prepared: Prepared = plan.private
         key = (heads, query.dtype)
@@ -637,6 +658,12 @@ class TritonBackend(TorchBackend):
                 made = prepared.others[key] = self.fixed_plan(other, prepared.fixed.limits)
                 self.refill(other, made, prepared.fixed.arrays)
         return prepared.others[key]
+
+    def _alike(self, layout: GroupLayout, query: torch.dtype) -> bool:
+        """Whether launches for queries of this dtype are those that the plan was cut for."""
+        return query == layout.dtype or all(
+            self._mode(layout, query, kind) == self._mode(layout, layout.dtype, kind) for kind in KINDS
+        )
 
     def _scratch(
         self, prepared: Prepared, launch: Launch, layout: GroupLayout, heads: int, lse: Tensor
@@ -726,7 +753,7 @@ def _unmet(layout: GroupLayout) -> list[str]:
 def _append_block(tokens: int, page_size: int, interpreted: bool) -> int:
     """Rows a program of append encodes, a power of two."""
     if interpreted:  # it pays per program
-        return min(512, int(triton.next_power_of_2(tokens)))
+        return min(512, power_of_two(tokens))
     # Short steps spread over the processors; long ones encode runs that fill whole sectors of a page.
     return min(page_size, 32) if tokens >= 2048 else 8
 

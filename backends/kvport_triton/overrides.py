@@ -26,7 +26,7 @@ ALLOWED: Final[dict[str, tuple[int, ...]]] = {
     "tile": (32, 64, 128, 256),
     "warps": (1, 2, 4, 8),
     "stages": (1, 2, 3, 4),
-    "waves": (1, 2, 4, 8, 16),
+    "waves": (1, 2, 4, 8, 12, 16),
 }
 
 

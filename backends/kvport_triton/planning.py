@@ -407,6 +407,16 @@ def prepare(
     return on_device, prepared
 
 
+def cdiv(number: int, by: int) -> int:
+    """Rounded up. Triton's own is a compile-time function: 3 us at a time, several times a launch."""
+    return -(-number // by)
+
+
+def power_of_two(number: int) -> int:
+    """The least power of two from ``number`` on; likewise."""
+    return 1 << (number - 1).bit_length()
+
+
 def _aligned(size: int) -> int:
     """int32 words of a piece: every piece begins on 16 bytes, so that the kernels' loads stay aligned."""
     return -(-size // 4) * 4

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, Final
 
 import torch
@@ -55,21 +56,30 @@ class Side:
         )
 
     @property
+    def slices(self) -> int:
+        """What a row is cut into: one slice for each group of channels and position of the code inside its byte."""
+        return max(1, self.groups) * self.per_byte
+
+    @property
     def sliceable(self) -> bool:
         """Whether attend's CODES mode has enough accumulators, and tensor cores long enough products, for this side."""
-        slices = self.groups * self.per_byte
-        return self.quantized and 0 < slices <= MOST_SLICES and self.dim // slices >= LEAST_SLICE
+        few = self.groups > 0 and self.slices <= MOST_SLICES
+        return self.quantized and few and self.dim // self.slices >= LEAST_SLICE
 
     @property
     def decodable(self) -> bool:
         """Whether the decode kernel, which pads short slices and multiplies scales of channels in, takes this side."""
-        if not self.quantized or -LEAST_SLICE < self.groups < 0:
-            return False
-        return max(1, self.groups) * self.per_byte <= MOST_DECODED_SLICES
+        blocks = self.groups > 0 or -self.groups >= LEAST_SLICE
+        return self.quantized and blocks and self.slices <= MOST_DECODED_SLICES
 
     def constants(self, prefix: str) -> dict[str, Any]:
         """Keyword arguments for a kernel, by ``prefix``: ``K_DIM``, ``K_BITS``, ..."""
-        return {f"{prefix}{name.upper()}": value for name, value in vars(self).items()}
+        return _constants(self, prefix).copy()
+
+
+@lru_cache
+def _constants(side: Side, prefix: str) -> dict[str, Any]:
+    return {f"{prefix}{name.upper()}": value for name, value in vars(side).items()}
 
 
 def _groups(fmt: TensorFormat, dim: int) -> int:
@@ -78,6 +88,7 @@ def _groups(fmt: TensorFormat, dim: int) -> int:
     return dim // fmt.group if fmt.granularity == "group" else 1
 
 
+@lru_cache  # asked for several times a layer and step
 def sides(layout: GroupLayout) -> tuple[Side, Side]:
     """Constants of K and of V, or of the latent and rope parts."""
     first, second = layout.sides

@@ -26,6 +26,8 @@ from kvport.formats import CacheFormat
 from kvport.layout import GroupLayout
 from kvport.scales import LayerScales, SideScales
 
+ROPE = 64
+
 
 class NoGpu:
     """Just enough of a driver to say what to compile for."""
@@ -63,6 +65,7 @@ def main() -> None:
             self.device, self.torch_device = "cuda:0", torch.device("cpu")
             self.interpreted, self.execution = False, "hardware"
             self.processors, self.capability, self.gpu, self.tuned = 132, (9, 0), "none", {}
+            self.shared_memory = 232_448
 
         def _on_device(self) -> Any:
             return contextlib.nullcontext()
@@ -71,7 +74,7 @@ def main() -> None:
     for text, page, dtype_name, dim, rows, lengths in json.loads(sys.argv[1]):
         dtype = getattr(torch, dtype_name)
         latent = text.startswith("latent=")
-        heads, width = (1, dim + 64) if latent else (2, dim)
+        heads, width = (1, dim + ROPE) if latent else (2, dim)
         layout = GroupLayout(CacheFormat.parse(text), 1, heads, 8, width, dim, page, None, dtype, latent)
         assert backend.support(layout).ok, backend.support(layout).reasons
         static = LayerScales(*(SideScales(torch.full((2,), 0.03)) for _ in range(2)))

@@ -70,6 +70,47 @@ def test_bf16_queries_over_what_is_decoded_first(backend: Backend, text: str) ->
     assert Filled(backend, layout_of(text, dtype=torch.bfloat16), (1, 4, 5), (37, 20, 5), poison=poison).worst() <= 1
 
 
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("text", ["int8:asym", "int8:g16:asym", "int4:g32:asym", "int2:asym:scale=fp16"])
+def test_what_decodes_to_zero_is_zero(backend: Backend, text: str, dtype: torch.dtype) -> None:
+    """The bound of a channel that is 0 throughout is 0: scale * code and zero must cancel to nothing at all."""
+    assert Filled(backend, layout_of(text, dtype=dtype), QUERIES, LENGTHS, flat=True).worst() <= 1
+    assert Filled(backend, layout_of(text, dtype=dtype), (40,), (47,), flat=True).worst() <= 1
+
+
+SLICED = ["int4:g16:asym", "int4:g8", "int2:g16:asym:scale=fp16", "int8:g8", "fp8_e4m3:g8"]
+SEALED = [
+    "k=int2:c32:asym:scale=fp16,v=int2:g16:asym:scale=fp16",
+    "k=int4:c16,v=int4:c32:asym",
+    "k=int8:c32:asym,v=int8",
+    "k=int8:c16:scale=bf16,v=int4:c16:scale=bf16",
+]
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("text", SLICED)
+def test_decode_of_many_slices(backend: Backend, text: str, dtype: torch.dtype) -> None:
+    """Up to 16 slices of a row, shorter than a product takes; float16 queries have no room for rounded K and V."""
+    poison = {(0, 30, 0, "value"): math.nan}
+    layout = layout_of(text, dtype=dtype, window=33)
+    assert Filled(backend, layout, (1, 1, 1), (70, 20, 1), flat=True).worst(softcap=20.0) <= 1
+    assert Filled(backend, layout, (1, 1, 1), (70, 31, 1), flat=True, poison=poison).worst() <= 1
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("text", SEALED)
+def test_decode_over_scales_of_channels(backend: Backend, text: str, dtype: torch.dtype) -> None:
+    """A block of tokens has a scale for each channel, which may be NaN, or 0 where the channel has no range."""
+    layout = layout_of(text, dtype=dtype, page_size=32)
+    assert Filled(backend, layout, (1, 1), (96, 32), flat=True).worst() <= 1
+    assert Filled(backend, layout, (1, 1), (96, 32), flat=True).worst(scale=-0.3, softcap=20.0) <= 1
+    # Windows that begin within a block leave the NaN before them out only if its block is.
+    narrow = layout_of(text, dtype=dtype, page_size=32, window=50)
+    for token in (5, 40):
+        poison = {(0, token, 0, "key"): math.nan, (1, 3, 1, "value"): math.nan}
+        assert Filled(backend, narrow, (1, 1), (96, 32), flat=True, poison=poison).worst() <= 1
+
+
 @pytest.mark.parametrize("text", ["int8", "fp16"])
 @pytest.mark.parametrize("scale", [-0.3, 0.0, 1.0])
 def test_scale(backend: Backend, text: str, scale: float) -> None:

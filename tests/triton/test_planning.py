@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from kvport.backend import StepArrays
-from kvport_triton.planning import Shape, build_items, build_runs
+from kvport_triton.planning import Shape, build_items, build_runs, cdiv, power_of_two
 
 
 def arrays(queries: list[int], lengths: list[int], starts: list[int]) -> StepArrays:
@@ -111,3 +111,11 @@ def test_runs_cover_every_visible_token_once(
             assert read[row] == list(range(lowest, min(lengths[sequence], at + 1)))
     for order in states.values():
         assert order == [1] or (order[0] == 2 and order[-1] == 4 and set(order[1:-1]) <= {3})
+
+
+def test_the_hosts_arithmetic_is_that_of_the_kernels() -> None:
+    triton = pytest.importorskip("triton")
+    for number in range(1, 1030):
+        assert power_of_two(number) == triton.next_power_of_2(number)
+        for by in (1, 3, 8, 64, 1024):
+            assert cdiv(number, by) == triton.cdiv(number, by)

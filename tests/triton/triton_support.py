@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -120,9 +121,10 @@ class Filled:
         kv_start: Sequence[int] | None = None,
         poison: dict[tuple[int, int, int, str], float] | None = None,
         beyond: int = 0,
+        flat: bool = False,
     ) -> None:
         """``poison`` maps (sequence, token, head, "key" or "value") to what stands in channel 3 there. The sequences
-        use no page up to ``beyond``."""
+        use no page up to ``beyond``. Where ``flat``, channel 1 is 2.5 in every row, and channel 2 is 0."""
         self.backend, self.layout, self.queries, self.lengths = backend, layout, queries, lengths
         heads, size = layout.kv_heads, layout.page_size
         counts = [layout.pages_for(n) for n in lengths]
@@ -137,15 +139,25 @@ class Filled:
             slots.append(table[s, position // size].long() * size + position % size)
             key = torch.from_numpy(inputs.key(100 + s, (n, heads, layout.key_dim))).to(layout.dtype)
             value = torch.from_numpy(inputs.value(200 + s, (n, heads, layout.value_dim))).to(layout.dtype)
+            if flat:
+                for rows in (key, value):
+                    rows[..., 1], rows[..., 2] = 2.5, 0.0
             for (sequence, token, head, side), what in (poison or {}).items():
                 if sequence == s:
                     (key if side == "key" else value)[token, head, 3] = what
             keys.append(key)
             values.append(value)
         device = backend.torch_device
-        self.backend.append(
-            self.store, LAYER, torch.cat(keys).to(device), torch.cat(values).to(device), torch.cat(slots).to(device)
-        )
+        moved = [torch.cat(parts).to(device) for parts in (keys, values, slots)]
+        if any(side.format.sealed_only for side in layout.sides):
+            # Whole pages, encoded from a store of floats.
+            plain = replace(layout, format=CacheFormat.parse("fp32"))
+            source = allocate(backend, plain, sum(counts) + 3 + beyond)
+            backend.append(source, LAYER, *moved)
+            pages = sorted(set(table.flatten().tolist()) - {0})
+            backend.seal(source, self.store, LAYER, pages, pages)
+        else:
+            backend.append(self.store, LAYER, *moved)
         self.arrays = StepArrays(
             page_table=table,
             kv_start=torch.tensor(kv_start or [0] * len(lengths), dtype=torch.int32),

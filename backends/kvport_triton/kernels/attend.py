@@ -13,11 +13,11 @@ the plan; an item whose run is only a part of what its rows see leaves a normali
 Products (``MODE``):
 
 ``CODES``
-    Integer codes become float16 in registers, exactly; codes of asymmetric formats minus half their range, so that
-    large codes and zeros do not cancel in float16 (the zeros take up the half, in float32). The query is scaled by a
-    power of two per row into float16's range. K's scales multiply the scores, V's the softmax weights; neither
-    multiplies an element of K or V. Weights are kept relative to the largest V scale met so far (``top``) and lifted
-    by 2**15, so that float16 holds them with full precision down to 2**-29 of the largest.
+    Integer codes become float16 in registers, exactly; codes of asymmetric formats are counted from the one nearest to
+    the value 0 (V, see :func:`centre`), or minus half their range (K; the zeros take up the half, in float32). The
+    query is scaled by a power of two per row into float16's range. K's scales multiply the scores, V's the softmax
+    weights; neither multiplies an element of K or V. Weights are kept relative to the largest V scale met so far
+    (``top``) and lifted by 2**15, so that float16 holds them with full precision down to 2**-29 of the largest.
 ``NATIVE``
     Float pages in the query's own dtype.
 ``EXACT``
@@ -38,16 +38,19 @@ import triton.language as tl
 from kvport_triton.kernels.numerics import (
     LN_2,
     LOG2_E,
+    ROUNDER,
     code_unit,
     decode_code,
     decode_half,
     decode_subnormal,
     dot,
     dot_add,
+    fused,
     is_finite,
     load_scale,
     pick,
     plane_gain,
+    reciprocal,
     round_bf16,
     tanh,
 )
@@ -58,7 +61,6 @@ EXACT = tl.constexpr(2)
 ROUNDED = tl.constexpr(3)
 ITEM_FIELDS = tl.constexpr(10)
 BLOCK_FIELDS = tl.constexpr(4)
-SMALLEST_HALF = tl.constexpr(2.0**-14)  # normal float16
 SMALLEST_TOP = tl.constexpr(2.0**-110)  # its reciprocal, and every product with it, stays a normal float32
 NEGATIVE_INFINITY = tl.constexpr(float("-inf"))
 INFINITY = tl.constexpr(float("inf"))
@@ -175,6 +177,20 @@ def exact_codes(
 
 
 @triton.jit
+def centre(scale, zero, BITS: tl.constexpr, INTERP: tl.constexpr):
+    """V's codes counted from the one nearest to the value 0: what to add to :func:`decode_half`'s as float16, and the
+    value there, the rest of the zero.
+
+    scale * code + zero may cancel, to exactly 0 in a channel that is 0 throughout. Counted so, no code outweighs its
+    value and no rest is larger, so that either may be weighted by itself; and what is 0 is 0 in both.
+    """
+    ranged = scale > 0.0
+    nearest = tl.minimum(tl.maximum(-zero * reciprocal(tl.where(ranged, scale, 1.0), INTERP), -1024.0), 1024.0)
+    nearest = tl.where(ranged, (nearest + ROUNDER) - ROUNDER, 0.0)
+    return (2.0 ** (BITS - 1) - nearest).to(tl.float16), scale * nearest + zero
+
+
+@triton.jit
 def _weigh_floats(weights, value, acc, seen, PARTLY: tl.constexpr, IEEE: tl.constexpr, INTERP: tl.constexpr):
     """acc + weights @ value for value (T, WIDTH) of a float dtype.
 
@@ -230,7 +246,7 @@ def _largest_scale(
 @triton.jit
 def _tile(
     t, top, m, l, a0, a1, a2, a3, z0, z1, z2, z3, q0, q1, q2, q3, b0, b1, b2, b3, c0, c1, c2, c3,
-    row_constant, rs, softcap, reference,
+    row_constant, y0, y1, y2, y3, rs, softcap, reference,
     K, KS, KZ, K_STATIC_S, K_STATIC_Z, V, VS, VZ, V_STATIC_S, V_STATIC_Z, TABLE, table_columns, h, heads,
     start, end, first, last,
     MODE: tl.constexpr, WHOLE: tl.constexpr, PARTLY: tl.constexpr, SOFTCAP: tl.constexpr, T: tl.constexpr,
@@ -337,12 +353,8 @@ def _tile(
     new = tl.maximum(m, tl.max(x, 1) * rate)
     finite = tl.where(new == NEGATIVE_INFINITY, 0.0, new)  # a row that has seen nothing keeps weights 0
     shrink = tl.exp2(m - finite)
-    weights = tl.exp2(x * rate[:, None] - (finite - GAIN)[:, None])
-    if MODE == CODES and V_STATIC > 0 and not V_SYMMETRIC:
-        # Static zeros are added once at the end, times 1: the weights must sum to 1 as they were rounded.
-        l = l * shrink + tl.sum(weights.to(tl.float16).to(tl.float32), 1)
-    else:
-        l = l * shrink + tl.sum(weights, 1)
+    weights = tl.exp2(fused(x, rate[:, None], (GAIN - finite)[:, None], INTERP))
+    l = l * shrink + tl.sum(weights, 1)
 
     V_SLICED: tl.constexpr = V_GROUPS if MODE == CODES else 1
     V_USED: tl.constexpr = V_DIM // (V_SLICED * V_PER_BYTE)
@@ -392,13 +404,9 @@ def _tile(
                         w = tl.where(seen, w, 0.0)  # a NaN scale reaches only the rows that see its token
                     w16 = w.to(tl.float16)
                 if not V_SYMMETRIC:
-                    # v = scale * code + zero may cancel, so both parts must carry the same rounded weight: the zero
-                    # part takes back w16's, unless that is too small to be precise (or the scale is 0).
-                    vz = _kept(load_scale(VZ + where, where >= 0, V_SCALE), stored, WHOLE)
-                    vz = vz + vs * 2.0 ** (V_BITS - 1)
-                    ratio = tl.where(vs > 0.0, vz / tl.where(vs > 0.0, vs * inverse, 1.0), 0.0)
-                    wide = w16.to(tl.float32)
-                    shift = tl.where(wide >= SMALLEST_HALF, wide * ratio[None, :], weights * vz[None, :])
+                    move, rest = centre(vs, _kept(load_scale(VZ + where, where >= 0, V_SCALE), stored, WHOLE), V_BITS,
+                                        INTERP)
+                    shift = weights * rest[None, :]
                     if PARTLY and not WHOLE:
                         shift = tl.where(seen, shift, 0.0)
                     z = pick(g, z0, z1, z2, z3) * shrink + tl.sum(shift, 1)
@@ -414,6 +422,11 @@ def _tile(
                 w16 = weights.to(tl.float16)
             for p in tl.static_range(V_PER_BYTE):
                 value = decode_half(code, p, V_BITS, INTERP)
+                if not V_SYMMETRIC:
+                    if V_STATIC > 0:
+                        value = value + pick(p, y0, y1, y2, y3)[:, None]
+                    else:
+                        value = value + move[None, :]
                 if SCALED_V:
                     value = value * v16[None, :]
                 if V_BITS > 8 and not WHOLE:
@@ -646,6 +659,26 @@ def attend_kernel(
     z2 = unused
     z3 = unused
 
+    y0 = unused
+    y1 = unused
+    y2 = unused
+    y3 = unused
+    if MODE == CODES and V_STATIC > 0 and not V_SYMMETRIC:
+        for n in tl.static_range(V_SLICES):
+            move, _ = centre(
+                _static_slice(V_STATIC_S, h, 0, n, V_DIM, 1, V_PER_BYTE, V_WIDTH, V_STATIC, V_SCALE),
+                _static_slice(V_STATIC_Z, h, 0, n, V_DIM, 1, V_PER_BYTE, V_WIDTH, V_STATIC, V_SCALE),
+                V_BITS, INTERP,
+            )
+            if n == 0:
+                y0 = move
+            elif n == 1:
+                y1 = move
+            elif n == 2:
+                y2 = move
+            else:
+                y3 = move
+
     table = TABLE + sequence.to(tl.int64) * table_columns
     # Tiles that every row sees whole, without any masking; then those at the ends, before and after them.
     lowest = tl.maximum(start, query_position + tokens - window)
@@ -661,7 +694,7 @@ def attend_kernel(
     for t in tl.range(whole_first, whole_end, num_stages=STAGES):
         top, m, l, a0, a1, a2, a3, z0, z1, z2, z3 = _tile(
             t, top, m, l, a0, a1, a2, a3, z0, z1, z2, z3, q0, q1, q2, q3, b0, b1, b2, b3, c0, c1, c2, c3,
-            row_constant, rs, softcap, reference,
+            row_constant, y0, y1, y2, y3, rs, softcap, reference,
             K, KS, KZ, K_STATIC_S, K_STATIC_Z, V, VS, VZ, V_STATIC_S, V_STATIC_Z, table, table_columns, h, heads,
             start, end, first, last, MODE, True, MASK_ROWS, SOFTCAP, T, M, PAGE, INTERP,
             K_DIM, K_BITS, K_PER_BYTE, K_QUANTIZED, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE,
@@ -672,7 +705,7 @@ def attend_kernel(
         t = tl.where(n < before, tile_first + n, whole_end + n - before)
         top, m, l, a0, a1, a2, a3, z0, z1, z2, z3 = _tile(
             t, top, m, l, a0, a1, a2, a3, z0, z1, z2, z3, q0, q1, q2, q3, b0, b1, b2, b3, c0, c1, c2, c3,
-            row_constant, rs, softcap, reference,
+            row_constant, y0, y1, y2, y3, rs, softcap, reference,
             K, KS, KZ, K_STATIC_S, K_STATIC_Z, V, VS, VZ, V_STATIC_S, V_STATIC_Z, table, table_columns, h, heads,
             start, end, first, last, MODE, False, MASK_ROWS, SOFTCAP, T, M, PAGE, INTERP,
             K_DIM, K_BITS, K_PER_BYTE, K_QUANTIZED, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE,
@@ -717,8 +750,8 @@ def attend_kernel(
                 value = value * scales[None, :]
                 if not V_SYMMETRIC:
                     zeros = _static_slice(V_STATIC_Z, h, 0, n, V_DIM, 1, V_PER_BYTE, V_WIDTH, V_STATIC, V_SCALE)
-                    zeros = zeros + scales * 2.0 ** (V_BITS - 1)
-                    value = value + zeros[None, :]
+                    _, rest = centre(scales, zeros, V_BITS, INTERP)
+                    value = value + rest[None, :]
             elif not V_SYMMETRIC:
                 value = value + (pick(n // V_PER_BYTE, z0, z1, z2, z3) * per_weight)[:, None]
         value = tl.where(empty[:, None], 0.0, value)

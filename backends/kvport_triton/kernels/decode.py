@@ -1,8 +1,8 @@
 # mypy: ignore-errors
-# ruff: noqa: N803, N806, E741, SIM102, SIM108
+# ruff: noqa: B007, N803, N806, E741, RUF005, SIM102, SIM108
 # Triton's language is not typed Python: tensors, constexprs and pointers share one notation, compile-time names are in
 # capitals, and what depends on one of them is an if statement, never a conditional expression. Calls keep their
-# arguments in lines by meaning (K, V, static, geometry), not one a line.
+# arguments in lines by meaning (K, V, static, geometry), not one a line. Tuples of tensors grow by concatenation.
 # fmt: off
 """attend for one query token a sequence over codes: the numbers of :mod:`attend`'s CODES mode, transposed.
 
@@ -22,12 +22,12 @@ import triton.language as tl
 from kvport_triton.kernels.attend import (
     ITEM_FIELDS,
     NEGATIVE_INFINITY,
-    SMALLEST_HALF,
     SMALLEST_TOP,
     _kept,
     _larger,
     _static_slice,
     _with_sink,
+    centre,
 )
 from kvport_triton.kernels.numerics import (
     LN_2,
@@ -36,6 +36,7 @@ from kvport_triton.kernels.numerics import (
     decode_half,
     decode_subnormal,
     dot_add,
+    fused,
     load_scale,
     plane_gain,
     read_scale,
@@ -114,7 +115,7 @@ def _block_slice(
 
 @triton.jit
 def _decode_tile(
-    t, top, m, l, acc, z, q, halves, offsets, sums, rs, softcap,
+    t, top, m, l, acc, z, q, halves, offsets, sums, moves, rs, softcap,
     K, KS, KZ, V, VS, VZ, TABLE, table_columns, heads, start, end,
     RUNS: tl.constexpr, WHOLE: tl.constexpr, SOFTCAP: tl.constexpr, T: tl.constexpr, N: tl.constexpr,
     PAGE: tl.constexpr, INTERP: tl.constexpr,
@@ -141,7 +142,8 @@ def _decode_tile(
     page = page.to(tl.int64)
     stored = (t * T + i >= start) & (t * T + i < end)
     if K_GROUPS < 0 or V_GROUPS < 0:
-        one_page = tl.load(TABLE + t // (PAGE // T)).to(tl.int64)  # blocks are no longer than a page, tiles than a block
+        # Blocks are no longer than a page, tiles no longer than a block.
+        one_page = tl.load(TABLE + t // (PAGE // T)).to(tl.int64)
         begin = (t % (PAGE // T)) * T
 
     # Scores (tokens, heads), up to the positive factor rs of each head.
@@ -174,15 +176,16 @@ def _decode_tile(
         if K_STATIC == 0 and K_GROUPS > 0:
             where = page * (heads * (K_GROUPS * PAGE)) + g * PAGE + offset
             ks = _kept(read_scale(KS + where, K_SCALE), stored, WHOLE)
-            product = product * ks[:, None]
+            if g == 0:
+                x = product * ks[:, None]
+            else:
+                x = fused(product, ks[:, None], x, INTERP)
             if not K_SYMMETRIC:
                 kz = _kept(read_scale(KZ + where, K_SCALE), stored, WHOLE)
                 kz = kz + ks * 2.0 ** (K_BITS - 1)
-                product = product + sums[g][None, :] * kz[:, None]
-        if g == 0:
-            x = product
+                x += sums[g][None, :] * kz[:, None]
         else:
-            x = x + product
+            x = product  # one group
     if K_GROUPS < 0:
         x = x * (down / code_unit(K_BITS))[None, :]
     if SOFTCAP:
@@ -196,11 +199,8 @@ def _decode_tile(
     new = tl.maximum(m, tl.max(x, 0))
     finite = tl.where(new == NEGATIVE_INFINITY, 0.0, new)
     shrink = tl.exp2((m - finite) * rate)
-    weights = tl.exp2(x * rate[None, :] - (finite * rate - 15.0)[None, :])
-    if V_STATIC > 0 and not V_SYMMETRIC:
-        l = l * shrink + tl.sum(weights.to(tl.float16).to(tl.float32), 0)
-    else:
-        l = l * shrink + tl.sum(weights, 0)
+    weights = tl.exp2(fused(x, rate[None, :], (15.0 - finite * rate)[None, :], INTERP))
+    l = l * shrink + tl.sum(weights, 0)
 
     V_SLICED: tl.constexpr = V_GROUPS if V_GROUPS > 0 else 1
     V_USED: tl.constexpr = V_DIM // (V_SLICED * V_PER_BYTE)
@@ -250,13 +250,8 @@ def _decode_tile(
             vs = _kept(read_scale(VS + where, V_SCALE), stored, WHOLE)
             w16 = (weights * (vs * inverse)[:, None]).to(tl.float16)
             if not V_SYMMETRIC:
-                # As in attend: both parts of scale * code + zero carry the same rounded weight.
-                vz = _kept(read_scale(VZ + where, V_SCALE), stored, WHOLE)
-                vz = vz + vs * 2.0 ** (V_BITS - 1)
-                ratio = tl.where(vs > 0.0, vz / tl.where(vs > 0.0, vs * inverse, 1.0), 0.0)
-                wide = w16.to(tl.float32)
-                part = tl.where(wide >= SMALLEST_HALF, wide * ratio[:, None], weights * vz[:, None])
-                found_z = found_z + (z[g] * shrink + tl.sum(part, 0),)
+                move, rest = centre(vs, _kept(read_scale(VZ + where, V_SCALE), stored, WHOLE), V_BITS, INTERP)
+                found_z = found_z + (z[g] * shrink + tl.sum(weights * rest[:, None], 0),)
         for p in tl.static_range(V_PER_BYTE):
             value = decode_half(code, p, V_BITS, INTERP)
             if V_BITS > 8 and not WHOLE:
@@ -265,14 +260,19 @@ def _decode_tile(
             if V_GROUPS < 0:
                 where = one_page * (heads * (V_DIM * (PAGE // -V_GROUPS))) + begin // -V_GROUPS
                 scale = _block_slice(VS, where, p, V_DIM, PAGE, V_PER_BYTE, V_GROUPS, V_SCALE, V_WIDTH)
-                product = dot_add(value, w16, tl.zeros([V_WIDTH, N], tl.float32), False, INTERP)
-                a = a + product * scale[:, None]
                 if not V_SYMMETRIC:
                     zero = _block_slice(VZ, where, p, V_DIM, PAGE, V_PER_BYTE, V_GROUPS, V_SCALE, V_WIDTH)
-                    total = tl.sum(w16.to(tl.float32), 0)
-                    a = a + total[None, :] * (zero + scale * 2.0 ** (V_BITS - 1))[:, None]
-            else:
+                    move, rest = centre(scale, zero, V_BITS, INTERP)
+                    value = value + move[:, None]
+                    a = a + tl.sum(weights, 0)[None, :] * rest[:, None]
+                product = dot_add(value, w16, tl.zeros([V_WIDTH, N], tl.float32), False, INTERP)
+                a = a + product * scale[:, None]
+            elif V_SYMMETRIC:
                 a = dot_add(value, w16, a, False, INTERP)
+            elif V_STATIC > 0:
+                a = dot_add(value + moves[p][:, None], w16, a, False, INTERP)
+            else:
+                a = dot_add(value + move[None, :], w16, a, False, INTERP)
             found = found + (a,)
     return top, new, l, found, found_z
 
@@ -332,7 +332,9 @@ def decode_kernel(
             q = q + (x,)
             if K_STATIC > 0:
                 # Static formats have one group.
-                scales = scales + (_static_slice(K_STATIC_S, h, 0, p, K_DIM, 1, K_PER_BYTE, K_WIDTH, K_STATIC, K_SCALE),)
+                scales = scales + (
+                    _static_slice(K_STATIC_S, h, 0, p, K_DIM, 1, K_PER_BYTE, K_WIDTH, K_STATIC, K_SCALE),
+                )
                 if not K_SYMMETRIC:
                     zeros = zeros + (
                         _static_slice(K_STATIC_Z, h, 0, p, K_DIM, 1, K_PER_BYTE, K_WIDTH, K_STATIC, K_SCALE),
@@ -362,6 +364,16 @@ def decode_kernel(
         for g in tl.static_range(V_SLICED):
             z = z + (tl.zeros([N], tl.float32),)
 
+    moves = ()
+    if V_STATIC > 0 and not V_SYMMETRIC:
+        for p in tl.static_range(V_PER_BYTE):
+            move, _ = centre(
+                _static_slice(V_STATIC_S, h, 0, p, V_DIM, 1, V_PER_BYTE, V_WIDTH, V_STATIC, V_SCALE),
+                _static_slice(V_STATIC_Z, h, 0, p, V_DIM, 1, V_PER_BYTE, V_WIDTH, V_STATIC, V_SCALE),
+                V_BITS, INTERP,
+            )
+            moves = moves + (move,)
+
     table = TABLE + sequence.to(tl.int64) * table_columns
     K += h * (PAGE * (K_DIM // K_PER_BYTE))
     V += h * (PAGE * (V_DIM // V_PER_BYTE))
@@ -379,7 +391,7 @@ def decode_kernel(
     whole_end = tl.minimum(tl.maximum(end // T, whole_first), tile_end)
     for t in tl.range(whole_first, whole_end, num_stages=STAGES):
         top, m, l, acc, z = _decode_tile(
-            t, top, m, l, acc, z, q, halves, offsets, sums, rs, softcap,
+            t, top, m, l, acc, z, q, halves, offsets, sums, moves, rs, softcap,
             K, KS, KZ, V, VS, VZ, table, table_columns, heads, start, end,
             RUNS, True, SOFTCAP, T, N, PAGE, INTERP,
             K_DIM, K_BITS, K_PER_BYTE, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE,
@@ -389,7 +401,7 @@ def decode_kernel(
     for n in tl.range(0, before + tile_end - whole_end, num_stages=1):
         t = tl.where(n < before, tile_first + n, whole_end + n - before)
         top, m, l, acc, z = _decode_tile(
-            t, top, m, l, acc, z, q, halves, offsets, sums, rs, softcap,
+            t, top, m, l, acc, z, q, halves, offsets, sums, moves, rs, softcap,
             K, KS, KZ, V, VS, VZ, table, table_columns, heads, start, end,
             RUNS, False, SOFTCAP, T, N, PAGE, INTERP,
             K_DIM, K_BITS, K_PER_BYTE, K_SYMMETRIC, K_GROUPS, K_STATIC, K_SCALE,
@@ -421,7 +433,8 @@ def decode_kernel(
             value = value * static[:, None]
             if not V_SYMMETRIC:
                 zero = _static_slice(V_STATIC_Z, h, 0, n, V_DIM, 1, V_PER_BYTE, V_WIDTH, V_STATIC, V_SCALE)
-                value = value + (zero + static * 2.0 ** (V_BITS - 1))[:, None]
+                _, rest = centre(static, zero, V_BITS, INTERP)
+                value = value + rest[:, None]
         elif BY_TOKEN and not V_SYMMETRIC:
             value = value + (z[n // V_PER_BYTE] * per_weight)[None, :]
         value = tl.where(empty[None, :], 0.0, value) * shift[None, :]

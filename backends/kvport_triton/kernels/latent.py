@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-# ruff: noqa: N803, N806, E741, SIM108
+# ruff: noqa: N803, N806, E741, RUF005, SIM108
 # Triton's language is not typed Python: tensors, constexprs and pointers share one notation, compile-time names are in
 # capitals, and what depends on one of them is an if statement, never a conditional expression. Calls keep their
 # arguments in lines by meaning (latent part, rope part, geometry), not one a line.

@@ -312,6 +312,26 @@ def quotient(x, scale, INTERP: tl.constexpr):
 
 
 @triton.jit
+def reciprocal(x, INTERP: tl.constexpr):
+    """1 / x of a normal float32, to about 2**-22; one operation, where a division takes ten."""
+    if INTERP:
+        return 1.0 / x
+    else:
+        return tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], dtype=tl.float32, is_pure=True,
+                                         pack=1)
+
+
+@triton.jit
+def fused(a, b, c, INTERP: tl.constexpr):
+    """a * b + c rounded once, where nothing depends on it but speed: kernels are compiled without fusing, so that what
+    decodes to 0 is 0. The interpreter rounds twice. All three broadcast to the shape of ``a``."""
+    if INTERP:
+        return a * b + c
+    else:
+        return tl.fma(a, tl.broadcast_to(b, a.shape), tl.broadcast_to(c, a.shape))
+
+
+@triton.jit
 def float_code_bits(q, BITS: tl.constexpr):
     """float32 within the finite codes -> the nearest fp8 code as int32, ties to even; the sign bit is not set."""
     dropped: tl.constexpr = 20 if BITS == E4M3 else 21

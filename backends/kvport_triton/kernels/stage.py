@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-# ruff: noqa: N803, N806
+# ruff: noqa: N803, N806, RUF005
 # Triton's language is not typed Python: tensors, constexprs and pointers share one notation, and compile-time names are
 # in capitals.
 """Decode a bounded run of one sequence's pages into bf16 pages, for prefill over codes.
