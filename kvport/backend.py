@@ -254,7 +254,7 @@ class Backend(ABC):
 
     @abstractmethod
     def import_pages(self, store: Store, layer: int, pages: Sequence[int], planes: Mapping[str, Tensor]) -> None:
-        """The inverse of :meth:`export_pages`, bit for bit."""
+        """The inverse of :meth:`export_pages`, bit for bit. The pages are written anew: no flag of theirs stays."""
 
     @abstractmethod
     def poisoned(self, store: Store) -> Tensor:
@@ -263,6 +263,16 @@ class Backend(ABC):
         The flag is sticky from the write until the first slot of the page is written anew. Other formats keep NaN
         visible in their scales or codes and always answer False.
         """
+
+    def flag_pages(self, store: Store, layer: int, pages: Sequence[int]) -> None:
+        """Raise the flags that :meth:`poisoned` reads: for imported pages, whose NaNs were met elsewhere.
+
+        :meth:`import_pages` leaves them lowered. Asked for where the feature "poison" is declared, of pages of static
+        integer formats alone.
+        """
+        raise Unsupported(
+            f"backend {self.name} cannot flag pages whose NaNs were met by another cache: it has no flag_pages"
+        )
 
     # -- graphs: where the feature "graph" is declared --------------------------------------------------------------
 

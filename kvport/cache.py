@@ -334,21 +334,29 @@ class PagedCache:
                 raise KVPortError(f"page counts of pool {lane} are wrong for pages {wrong}: a fault of kvport")
         found: list[Poisoned | Clipped] = []
         for number, (members, store) in enumerate(zip(self._lanes, self._stores, strict=True)):
-            if any(side.format.hides_nan for side in members.layout.sides):
+            if members.hides_nan:
                 self._require(members.group, {"poison"}, "say what NaNs met of")
-                found += self._poisoned(number, store)
+                flags = self._flags(number)
+                found += [Poisoned(s, *at) for s in self._sequences.values() for at in self._flagged(number, flags, s)]
             found += self._clipped(number, store)
         return tuple(found)
 
-    def _poisoned(self, lane: int, store: Store) -> list[Poisoned]:
-        flags = self.backend.poisoned(store)
-        layers = self.layout.groups[self._lanes[lane].group].layers
+    def _flags(self, lane: int) -> set[tuple[int, int]]:
+        """(layer of the group, page) where a NaN was stored as code 0; none where the backend does not say."""
+        members = self._lanes[lane]
+        if not members.hides_nan or "poison" not in self._features[members.group]:
+            return set()
+        return {(local, page) for local, page in self.backend.poisoned(self._stores[lane]).nonzero().tolist()}
+
+    def _flagged(self, lane: int, flags: set[tuple[int, int]], sequence: Sequence) -> list[tuple[int, int]]:
+        """(model layer, first position) of a sequence's flagged pages."""
+        if not flags:
+            return []
         return [
-            Poisoned(sequence, layer, index * self.layout.page_size)
-            for sequence in self._sequences.values()
+            (layer, index * self.layout.page_size)
             for index, page in enumerate(sequence._pages[lane])
-            for local, layer in enumerate(layers)
-            if page and bool(flags[local, page])
+            for local, layer in enumerate(self.layout.groups[self._lanes[lane].group].layers)
+            if page != SPARE and (local, page) in flags
         ]
 
     def _clipped(self, lane: int, store: Store) -> list[Clipped]:

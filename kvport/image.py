@@ -17,7 +17,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import safetensors.torch
@@ -44,6 +44,8 @@ class PageImage:
     ``layers``: model layer -> plane name -> tensor ``(pages, *shape)``; planes of near pages (see
     :mod:`kvport.tiers`) are prefixed ``near.``. ``passed``: by layer group, leading pages that a sliding window had
     freed and that are not in the image; ``sealed``: positions at rest. ``ids`` are the token ids where known.
+    ``poisoned``: model layer -> first positions of pages in which a static integer format stored a NaN as code 0, which
+    the arrays cannot show; layers without any are left out.
     """
 
     fingerprint: str
@@ -54,10 +56,12 @@ class PageImage:
     pin: int
     layers: Mapping[int, Mapping[str, Tensor]]
     ids: tuple[int, ...] | None = None
+    poisoned: Mapping[int, tuple[int, ...]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         """Refuse (:class:`ImageError`) fields of other types; whether they fit a cache is judged by its ``insert``."""
-        for name, kind in (("fingerprint", str), ("format", str), ("length", int), ("pin", int), ("layers", Mapping)):
+        kinds = {"fingerprint": str, "format": str, "length": int, "pin": int, "layers": Mapping, "poisoned": Mapping}
+        for name, kind in kinds.items():
             if not isinstance(value := getattr(self, name), kind) or isinstance(value, bool):
                 raise ImageError(f"a page image's {name} must be of type {kind.__name__}, got {show(value)}")
         for name in ("passed", "sealed", "ids"):
@@ -66,6 +70,12 @@ class PageImage:
                 continue
             if not isinstance(value, (tuple, list)) or not all(type(n) is int for n in value):
                 raise ImageError(f"a page image's {name} must be a tuple of integers, got {show(value)}")
+        for layer, positions in self.poisoned.items():
+            numbers = isinstance(positions, (tuple, list)) and all(type(n) is int for n in positions)
+            if type(layer) is not int or not numbers:
+                raise ImageError(
+                    f"a page image's poisoned maps layers to positions, got {show(layer)}: {show(positions)}"
+                )
         for layer, planes in self.layers.items():
             if type(layer) is not int or not isinstance(planes, Mapping):
                 raise ImageError(f"a page image's layers map numbers to planes, got {show(layer)}: {show(planes)}")
@@ -123,6 +133,8 @@ class PageImage:
             "ids": json.dumps(self.ids),
             "digests": json.dumps({str(layer): digest for layer, digest in self.digests().items()}, sort_keys=True),
         }
+        if self.poisoned:  # images without are as they were before there was such an entry
+            metadata["poisoned"] = json.dumps({str(n): list(at) for n, at in self.poisoned.items()}, sort_keys=True)
         metadata["checksum"] = _checksum(metadata, tensors)
         write_atomically(path, safetensors.torch.save(tensors, metadata))
 
@@ -163,6 +175,10 @@ class PageImage:
                 pin=_number(metadata["pin"]),
                 layers=dict(sorted(layers.items())),
                 ids=None if ids is None else _integers(ids),
+                poisoned={
+                    _number(layer): _integers(at)
+                    for layer, at in dict(json.loads(metadata.get("poisoned", "{}"))).items()
+                },
             )
             recorded = dict(json.loads(metadata["digests"]))
         except (KeyError, ValueError, TypeError, RecursionError) as error:
@@ -187,6 +203,10 @@ def export_sequence(cache: PagedCache, sequence: Sequence) -> PageImage:
             if lane.open_page:
                 planes = {name: _blank_tail(t, cache.layout.page_size, sequence.length) for name, t in planes.items()}
             layers[layer].update({lane.prefix + name: t for name, t in planes.items()})
+    poisoned: dict[int, list[int]] = {}
+    for number in range(len(cache._lanes)):
+        for layer, position in cache._flagged(number, cache._flags(number), sequence):
+            poisoned.setdefault(layer, []).append(position)
     return PageImage(
         fingerprint=cache.fingerprint,
         format=str(cache.layout.format),
@@ -196,6 +216,7 @@ def export_sequence(cache: PagedCache, sequence: Sequence) -> PageImage:
         pin=sequence._pin,
         layers=dict(sorted(layers.items())),
         ids=None if sequence._ids is None else tuple(sequence._ids),
+        poisoned={layer: tuple(sorted(positions)) for layer, positions in sorted(poisoned.items())},
     )
 
 
@@ -223,6 +244,8 @@ def import_sequence(cache: PagedCache, image: PageImage) -> Sequence:
             for local, layer in enumerate(cache.layout.groups[lane.group].layers):
                 planes = {name: image.layers[layer][lane.prefix + name] for name in lane.planes}
                 cache.backend.import_pages(cache._stores[lane.number], local, taken[lane.number], planes)
+                if flagged := _flagged(cache, image, lane, layer, blocks[lane.number], taken[lane.number]):
+                    cache.backend.flag_pages(cache._stores[lane.number], local, flagged)
     except BaseException:
         for pool, pages in zip(cache._pools, taken, strict=True):
             pool.release(pages)
@@ -248,6 +271,7 @@ class _ImageLane:
     open_page: bool  # whether a sequence's last, partly filled page is here
     planes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]
     sparse: Mapping[str, int]  # sides with sparse outliers -> the numbers of a page and head
+    hides_nan: bool  # whether a NaN may be stored as code 0
 
 
 def _lanes(cache: PagedCache) -> list[_ImageLane]:
@@ -257,7 +281,7 @@ def _lanes(cache: PagedCache) -> list[_ImageLane]:
         planes = {plane.name: (plane.shape, plane.dtype) for plane in lane.layout.planes}
         prefix = "" if number == tiers.far else "near."
         sparse = {s.name: lane.layout.page_size * s.dim for s in lane.layout.sides if s.format.sparse}
-        found.append(_ImageLane(number, lane.group, prefix, number == tiers.near, planes, sparse))
+        found.append(_ImageLane(number, lane.group, prefix, number == tiers.near, planes, sparse, lane.hides_nan))
     return found
 
 
@@ -309,7 +333,33 @@ def _check_image(cache: PagedCache, image: PageImage) -> list[list[int]]:
     for lane in _lanes(cache):
         for layer in layout.groups[lane.group].layers:
             _check_sparse(layer, image.layers[layer], lane)
+    _check_flags(cache, image, blocks)
     return blocks
+
+
+def _check_flags(cache: PagedCache, image: PageImage, blocks: list[list[int]]) -> None:
+    """Flags must be of pages that the image holds and that can hide a NaN."""
+    may: dict[int, set[int]] = {layer: set() for layer in image.layers}
+    for lane in _lanes(cache):
+        for layer in cache.layout.groups[lane.group].layers if lane.hides_nan else ():
+            may[layer].update(block * cache.layout.page_size for block in blocks[lane.number])
+    for layer, positions in image.poisoned.items():
+        if wrong := sorted(set(positions) - may.get(layer, set())):
+            raise ImageError(
+                f"image says that layer {layer} met a NaN in pages that begin at {show(wrong)}; it has no such pages "
+                "of static integers"
+            )
+
+
+def _flagged(
+    cache: PagedCache, image: PageImage, lane: _ImageLane, layer: int, blocks: list[int], pages: list[int]
+) -> list[int]:
+    """Of the pages that take the image's blocks, those to flag, where the backend keeps flags."""
+    positions = set(image.poisoned.get(layer, ()))
+    if not positions or not lane.hides_nan or "poison" not in cache._features[lane.group]:
+        return []
+    size = cache.layout.page_size
+    return [page for block, page in zip(blocks, pages, strict=True) if block * size in positions]
 
 
 def _number(text: str) -> int:

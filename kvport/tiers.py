@@ -35,6 +35,11 @@ class Lane:
     layout: GroupLayout
     tiered: bool = False
 
+    @property
+    def hides_nan(self) -> bool:
+        """Whether its codes may hide a NaN, which flags of pages then tell of."""
+        return any(side.format.hides_nan for side in self.layout.sides)
+
 
 @dataclass(frozen=True)
 class Tiers:

@@ -383,6 +383,27 @@ def test_pools_grow_by_doubling_and_keep_every_bit(llama: Any) -> None:
     cache.paged.check()
 
 
+def test_flags_of_nans_outlive_growth_and_copies(llama: Any) -> None:
+    """A NaN that static integers store as code 0 is known of for as long as its page is held."""
+    side = kvport.SideScales(torch.tensor([0.02, 0.03]))
+    cache = ours(llama, format="int8:head:static", scales={n: kvport.LayerScales(side, side) for n in range(3)})
+    torch.manual_seed(2)
+    pools = set()
+    for turn in range(30):
+        for layer in range(3):
+            key = torch.randn(2, 2, 2, 16)
+            if (turn, layer) == (3, 1):  # the second row's tokens 6 and 7, of its second page
+                key[1, 0, 1, 5] = torch.nan
+            cache.update(key, key, layer)
+        pools.add(cache.stats().allocated_bytes)
+    assert len(pools) > 2
+    twin = copy.deepcopy(cache)
+    for held in (cache, twin):
+        [found] = held.paged.check()
+        assert isinstance(found, kvport.Poisoned)
+        assert (found.sequence, found.layer, found.position) == (held._rows[1], 1, 4)
+
+
 def test_tokens_reserves_and_limits_each_row(llama: Any) -> None:
     cache, keys = filled(llama, rows=3, length=10, tokens=12)
     first = cache.paged

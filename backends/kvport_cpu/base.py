@@ -298,6 +298,11 @@ class TorchBackend(Backend):
             return torch.zeros((store.layout.layers, store.pages), dtype=torch.bool, device="cpu")
         return store.poison.cpu() > 0
 
+    def flag_pages(self, store: Store, layer: int, pages: Sequence[int]) -> None:
+        assert isinstance(store, TorchStore)
+        if store.poison is not None:
+            store.poison[layer][torch.tensor(pages, device=self.torch_device, dtype=torch.int64)] = 1
+
     def _reader(self, store: TorchStore, layer: int, pages: Tensor) -> Read:
         return lambda begin, end: self._read(store, layer, pages[begin:end])
 

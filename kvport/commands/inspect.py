@@ -53,9 +53,18 @@ def _file(path: str) -> dict[str, Any]:
         return {"lines": _recipe_lines(recipe), "json": {"recipe": _recipe_json(recipe)}}
     image = PageImage.load(path)
     sides = inspect_image(image)
-    head = {"format": image.format, "tokens": image.length, "bytes": image.nbytes, "fingerprint": image.fingerprint}
+    head: dict[str, Any] = {"format": image.format, "tokens": image.length, "bytes": image.nbytes}
+    head |= {"fingerprint": image.fingerprint, "poisoned": {str(n): list(at) for n, at in image.poisoned.items()}}
+    flags = [
+        f"layer {layer} met a NaN, stored as code 0, in pages that begin at {', '.join(map(str, positions))}"
+        for layer, positions in image.poisoned.items()
+    ]
     return {
-        "lines": [f"page image: {image.length} tokens, {image.format}, {image.nbytes} bytes", *_image_lines(sides)],
+        "lines": [
+            f"page image: {image.length} tokens, {image.format}, {image.nbytes} bytes",
+            *_image_lines(sides),
+            *flags,
+        ],
         "json": {"image": {**head, "sides": [side.to_json() for side in sides]}},
     }
 

@@ -29,6 +29,7 @@ from kvport.tiers import make_lanes
 from kvport_ascend import emulator
 from kvport_ascend.backend import AscendBackend, load_emulated
 from kvport_ascend.pages import ZERO_MARK, swap_zeros
+from kvport_conformance.cases import run_case, select
 from kvport_cpu.reference import ReferenceBackend
 
 REFERENCE = ReferenceBackend("cpu", torch.device("cpu"))
@@ -383,6 +384,12 @@ def test_scale_that_is_not_exact_in_the_models_dtype_is_refused() -> None:
     load_emulated().allocate(layout, 4, scales=[LayerScales(exact, exact)])
     with pytest.raises(ScaleError, match=r"value: .* not numbers of the model's dtype"):
         load_emulated().allocate(layout, 4, scales=[LayerScales(exact, inexact)])
+
+
+def test_flags_of_nans_travel_in_images() -> None:
+    outcomes = [run_case(case, load_emulated()).outcome for case in select(tier="full", checks=("flags_travel",))]
+    assert set(outcomes) == {"pass", "unsupported"}
+    assert outcomes.count("pass") == 3
 
 
 def test_a_scale_that_is_refused_is_named_by_the_models_layer() -> None:

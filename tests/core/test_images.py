@@ -19,18 +19,28 @@ from core_support import FORMATS
 from safetensors import safe_open
 
 from kvport import (
+    FEATURES,
+    Backend,
     CacheFormat,
     CacheLayout,
     FileError,
     ImageError,
+    LayerSpec,
     MissingFile,
     OutOfPages,
     PagedCache,
     PageImage,
+    Poisoned,
     Sequence,
     SideScales,
+    Support,
+    Unsupported,
 )
+from kvport.cli import main
+from kvport.tiers import make_lanes
+from kvport_conformance.cases import run_case, select
 from kvport_cpu import reference
+from kvport_cpu.reference import ReferenceBackend
 
 MORE_FORMATS = (*FORMATS, "bf16", "fp16", "int2:g32:asym:scale=bf16", "k=int8:scale=fp16,v=int4:g16")
 
@@ -199,22 +209,145 @@ def test_static_formats_travel_with_equal_scales_only() -> None:
 # --- refusals in memory ---------------------------------------------------------------------------------------------
 
 
-def test_flags_stay_with_the_pages_and_none_is_left_for_an_image() -> None:
-    layout = CacheLayout.uniform(layers=1, kv_heads=1, head_dim=16, page_size=4, format="int8:tensor:static")
+def static(pages: int = 8, backend: Any = None, **more: Any) -> PagedCache:
+    """Three layers in two groups, whose pages of 4 tokens can hide a NaN: layers 0 and 2, and layer 1 with a window."""
+    specs = tuple(LayerSpec(1, 1, 16, 16, window=window) for window in (None, 6, None))
+    layout = CacheLayout(specs, CacheFormat.parse(more.pop("format", "int8:tensor:static")), 4)
     scales = support.unit_scales(layout, SideScales(0.02))
-    cache = PagedCache(reference.load("cpu"), layout, [3], scales=scales)
-    clean, poisoned = support.fill(cache, 1, 4), cache.sequence()
-    image = cache.export(clean)
-    with cache.step({poisoned: 4}) as step:
-        step.append(0, torch.full((4, 1, 16), math.nan), torch.ones(4, 1, 16))
-    assert [found.position for found in cache.check()] == [0]
-    flagged = cache.export(poisoned)
-    poisoned.free()
-    copy = cache.insert(image)  # takes the page that was flagged
-    assert cache.check() == ()
+    count = len(make_lanes(layout)[0])
+    return PagedCache(backend or reference.load("cpu"), layout, [pages] * count, scales=scales)
+
+
+def append(cache: PagedCache, sequence: Sequence, count: int, *, nan_in: int | None = None) -> None:
+    """Tokens without attention; the last of them has a NaN in this layer."""
+    with cache.step({sequence: count}) as step:
+        for layer in range(len(cache.layout.layers)):
+            key = torch.ones(count, 1, 16)
+            if layer == nan_in:
+                key[-1, 0, 3] = math.nan
+            step.append(layer, key, torch.ones(count, 1, 16))
+
+
+def flagged(cache: PagedCache) -> list[tuple[Sequence, int, int]]:
+    found = [entry for entry in cache.check() if isinstance(entry, Poisoned)]
+    return [(entry.sequence, entry.layer, entry.position) for entry in found]
+
+
+def test_flags_of_nans_travel_in_images(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    cache = static()
+    clean, dirty = cache.sequence(), cache.sequence()
+    append(cache, clean, 5)
+    append(cache, dirty, 6, nan_in=2)
+    append(cache, dirty, 4, nan_in=1)
+    assert flagged(cache) == [(dirty, 2, 4), (dirty, 1, 8)]
+    image = cache.export(dirty)
+    assert image.poisoned == {1: (8,), 2: (4,)}
+    assert cache.export(clean).poisoned == {}
+    image.save(tmp_path / "image")
+    loaded = PageImage.load(tmp_path / "image")
+    assert equal(image, loaded)
+    assert main(["inspect", str(tmp_path / "image")]) == 0
+    assert "layer 2 met a NaN, stored as code 0, in pages that begin at 4\n" in capsys.readouterr().out
+    other = static()
+    copy = other.insert(loaded)
+    assert flagged(other) == [(copy, 2, 4), (copy, 1, 8)]
+    child = copy.fork()
+    append(other, child, 1)  # copies the open page, whose flag goes along
+    assert (child, 1, 8) in flagged(other)
+    assert other.export(child).poisoned == image.poisoned
     copy.free()
-    cache.insert(flagged)  # as documented: the image has the codes, and no flag
-    assert cache.check() == ()
+    child.free()
+    taken = other.insert(cache.export(clean))  # on pages that were flagged
+    assert flagged(other) == []
+    append(other, taken, 1, nan_in=0)
+    assert flagged(other) == [(taken, 0, 4)]
+
+
+def test_the_suites_cases_of_flags_pass() -> None:
+    """They are of its full tier, which runs elsewhere."""
+    cases = select(tier="full", checks=("flags_travel",))
+    assert {run_case(case, reference.load("cpu")).outcome for case in cases} == {"pass"}
+
+
+def test_an_image_without_flags_is_written_as_before_and_old_ones_load(tmp_path: Path) -> None:
+    """The entry is there where it says something, so that files of formats that hide nothing keep their bytes."""
+    cache = static()
+    sequence = cache.sequence()
+    append(cache, sequence, 5)
+    cache.export(sequence).save(tmp_path / "image")
+    with safe_open(tmp_path / "image", framework="pt") as file:
+        assert set(file.metadata()) == {
+            "kvport.image", "fingerprint", "format", "length", "passed", "sealed", "pin", "ids", "digests", "checksum"
+        }  # fmt: skip
+    assert static().insert(PageImage.load(tmp_path / "image")).length == 5
+
+
+def test_flags_of_sealed_pages_travel_too() -> None:
+    cache = static(format="int8:tensor:static,recent=4")
+    sequence = cache.sequence()
+    append(cache, sequence, 2, nan_in=0)
+    assert cache.export(sequence).poisoned == {}  # a near page shows its NaN
+    append(cache, sequence, 8)
+    append(cache, sequence, 1)
+    assert flagged(cache) == [(sequence, 0, 0)]
+    image = cache.export(sequence)
+    assert image.poisoned == {0: (0,)}
+    other = static(format="int8:tensor:static,recent=4")
+    assert flagged(other) == []
+    copy = other.insert(image)
+    assert flagged(other) == [(copy, 0, 0)]
+
+
+@pytest.mark.parametrize(
+    "poisoned",
+    [{3: (0,)}, {-1: (0,)}, {0: (2,)}, {0: (8,)}, {0: (-4,)}, {1: (4, 0, 12)}],
+    ids=["no layer", "negative", "in mid-page", "past the end", "before the begin", "one of several"],
+)
+def test_flags_of_pages_that_are_not_there_are_refused(poisoned: dict[int, tuple[int, ...]]) -> None:
+    cache = static()
+    sequence = cache.sequence()
+    append(cache, sequence, 5)
+    image, before = cache.export(sequence), support.snapshot(cache)
+    with pytest.raises(ImageError, match=r"layer -?\d met a NaN in pages that begin at"):
+        cache.insert(dataclasses.replace(image, poisoned=poisoned))
+    assert support.snapshot(cache) == before
+
+
+def test_formats_that_hide_nothing_take_no_flags() -> None:
+    cache = hybrid("int8")
+    image = cache.export(support.fill(cache, 1, 6))
+    with pytest.raises(ImageError, match="no such pages of static integers"):
+        cache.insert(dataclasses.replace(image, poisoned={0: (0,)}))
+
+
+class Unflagging(ReferenceBackend):
+    """A backend that was written before pages could be flagged."""
+
+    flag_pages = Backend.flag_pages
+
+
+class Flagless(ReferenceBackend):
+    """A backend that keeps no flags."""
+
+    def support(self, layout: Any) -> Support:
+        return Support(features=FEATURES - {"poison"})
+
+
+def test_flags_are_never_lost_in_silence() -> None:
+    cache = static()
+    sequence = cache.sequence()
+    append(cache, sequence, 5, nan_in=0)
+    image = cache.export(sequence)
+    other = static(backend=Unflagging("cpu", torch.device("cpu")))
+    before = support.snapshot(other)
+    with pytest.raises(Unsupported, match="it has no flag_pages"):
+        other.insert(image)
+    assert support.snapshot(other) == before
+    assert other.insert(dataclasses.replace(image, poisoned={})).length == 5
+    third = static(backend=Flagless("cpu", torch.device("cpu")))
+    assert third.export(third.insert(image)).poisoned == {}
+    with pytest.raises(Unsupported, match="feature poison is not declared"):
+        third.check()
 
 
 def test_an_image_of_another_kind_of_cache_is_refused() -> None:

@@ -353,6 +353,10 @@ def malformed() -> list[tuple[str, dict[str, Any]]]:
         ("planes", {"layers": {0: {7: plane}}}),
         ("planes", {"layers": {0: {"key.codes": plane.to("meta")}}}),
         ("planes", {"layers": {0: {"key.codes": plane.to_sparse()}}}),
+        ("poisoned", {"poisoned": [0]}),
+        ("poisoned", {"poisoned": {0: 4}}),
+        ("poisoned", {"poisoned": {0: (0.0,)}}),
+        ("poisoned", {"poisoned": {"0": (0,)}}),
     ]
 
 

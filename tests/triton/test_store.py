@@ -10,6 +10,7 @@ from triton_support import LAYER, Filled, allocate, layout_of
 
 from kvport import InvalidArgument, Unsupported, codec
 from kvport.backend import Backend, operations
+from kvport_conformance.cases import run_case, select
 from kvport_cpu.reference import load as load_reference
 
 FORMATS = ["fp8_e4m3", "int8", "int4:g32:asym:scale=bf16", "int2:g16", "k=int8:asym,v=bf16", "int8:head:static"]
@@ -36,6 +37,11 @@ def test_images_travel_between_backends(backend: Backend, text: str) -> None:
         assert back[name].is_contiguous()
     for name, plane in backend.export_pages(ours, LAYER, [0, 1, 3]).items():
         assert torch.equal(plane.view(torch.uint8), before[name].view(torch.uint8)), f"{name} spilled"
+
+
+def test_flags_of_nans_travel_in_images(backend: Backend) -> None:
+    cases = select(tier="full", checks=("flags_travel",))
+    assert [run_case(case, backend).outcome for case in cases] == ["pass"] * len(cases)
 
 
 @pytest.mark.parametrize("text", FORMATS)

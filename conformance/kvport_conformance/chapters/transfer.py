@@ -9,14 +9,20 @@ from typing import Any, Final
 import numpy as np
 import torch
 
+from kvport.cache import Poisoned
 from kvport.image import PageImage
 from kvport.sequences import Sequence
 from kvport_conformance.axes import (
     BASE,
     CORE,
     FORMATS,
+    HALF_FORMATS,
+    HALF_MODELS,
     KINDS,
+    LATENT_FORMATS,
+    MLA,
     MODEL,
+    STATIC_FORMATS,
     every_format,
     families,
     geometry,
@@ -116,6 +122,46 @@ def foreign_image(bench: Bench) -> None:
     served.check()
     served.step({sequence: served.make(2, "after")})
     served.check()
+
+
+@check(
+    CHAPTER,
+    product(STATIC_FORMATS, (BASE,), "full")
+    + product(LATENT_FORMATS[3:4], (MLA,), "full")
+    + product(HALF_FORMATS["bfloat16"][1:4], HALF_MODELS[:1], "full"),
+    requires=("poison",),
+)
+def flags_travel(bench: Bench) -> None:
+    """Flags of NaNs that static integer pages hide are in the image, and are raised where it is inserted."""
+    served = Served(bench, 12)
+    size = served.page_size
+    sequence = served.sequence()
+    served.step({sequence: served.make(size - 3, "begin")}, attend=False)
+    served.step({sequence: _nan_in(served, 1, 7)}, attend=False)  # its fifth token is the second of the second page
+    served.step({sequence: served.make(size, "more")}, attend=False)
+    wanted = {1: (size,)}
+    image = served.cache.export(sequence)
+    if image.poisoned != wanted:
+        raise Disagreement(f"a NaN at position {size + 1} of layer 1: the image flags {image.poisoned}, not {wanted}")
+    there, moved = served.moved(sequence, 12)
+    there.step({moved: there.make(3, "there")}, attend=False)
+    for cache, owner in ((served.cache, sequence), (there.cache, moved)):
+        found = [(p.sequence, p.layer, p.position) for p in cache.check() if isinstance(p, Poisoned)]
+        if found != [(owner, layer, at) for layer, positions in wanted.items() for at in positions]:
+            raise Disagreement(f"check() must name the layers and positions {wanted}, names {found}")
+    there.check()
+
+
+def _nan_in(served: Served, layer: int, count: int) -> list[int]:
+    """Numbers of ``count`` tokens, the fifth of which has a NaN in the K of this layer."""
+    numbers: list[int] = []
+    for each, content in enumerate(served.contents):
+        key, value = served.bench.tokens(served.group, each, count, stream="nan")
+        if each == layer:
+            key[4, -1, 3] = np.nan
+            value = key[..., : value.shape[-1]] if served.group.latent else value
+        numbers = [int(n) for n in content.add(key, value)]
+    return numbers
 
 
 @check(CHAPTER, product(KINDS, (geometry(2, 4, 64, 16, window=20),)), requires=("window", "prefill", "verify"))
