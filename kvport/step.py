@@ -276,14 +276,17 @@ class Step(Body):
             cache._forget_seal(group, near)
         for group, near, far in self._seals:
             cache._remember_seal(group, near, far)
-        for group, members in enumerate(cache.layout.groups):
-            self._free_passed(group, members.layout)
         for sequence, count, ids, digests in zip(self._sequences, self._counts, self._ids, grown, strict=True):
-            sequence._length += count
             if count:
                 sequence._known_ids(ids)
             sequence._chain += digests
+            # Before windows pass pages: those that have sealed in this step are at rest only now, and a later match may
+            # end where it needs them.
             cache._index(sequence)
+        for group, members in enumerate(cache.layout.groups):
+            self._free_passed(group, members.layout)
+        for sequence, count in zip(self._sequences, self._counts, strict=True):
+            sequence._length += count
         self._close()
 
     def _free_passed(self, group: int, layout: GroupLayout) -> None:

@@ -290,6 +290,34 @@ def test_a_prefix_hit_ends_before_the_recent_window(format: str) -> None:
             assert hit.sealed_length() == (hit.length if "," in format or ":c" in format else 0)
 
 
+@pytest.mark.parametrize("format", ["int8", "int8,recent=4", "int4:g8,sink=5,recent=3", "int2:c4:asym"])
+@pytest.mark.parametrize("window", [6, 9, 30])
+@pytest.mark.parametrize("chunks", [[41], [8] * 5, [11, 11, 11, 7], [40, 1, 1, 1], [1] * 41], ids=str)
+def test_a_window_passes_no_page_before_it_can_be_found(format: str, window: int, chunks: list[int]) -> None:
+    """Pages that seal in a step are behind the window by its end. Found all the same is what a cache without a window
+    finds, where the pages that the next token sees are at rest."""
+    ids = [5 * i % 37 for i in range(sum(chunks))]
+    found = []
+    for cache in (tiered(format, window=window), tiered(format)):
+        first = cache.sequence()
+        serve(cache, first, ids, chunks)
+        first.free()
+        hit = cache.match(ids)
+        found.append((hit.length, *(rows[max(0, hit.length - window + 1) :] for rows in cache.gather(hit, 0))))
+        cache.check()
+    assert found[0][0] == found[1][0]
+    assert all(torch.equal(a, b) for a, b in zip(found[0][1:], found[1][1:], strict=True))
+
+
+def test_a_window_within_recent_passes_pages_that_never_seal() -> None:
+    """They are read as they came, and never at rest: only steps longer than ``recent`` leave something to find."""
+    ids = list(range(60))
+    for chunks, wanted in (([40, 1], 24), ([20, 20], 4), ([20, 20, 1], 24), ([10] * 4, 0), ([1] * 41, 0)):
+        cache = tiered("int8,recent=13", window=6)
+        serve(cache, cache.sequence(), ids, chunks)
+        assert cache.match(ids).length == wanted, chunks
+
+
 @pytest.mark.parametrize("format", ["int8,recent=6", "int8,recent=6,sink=5", "int2:c4:asym"])
 def test_nothing_is_indexed_before_it_is_at_rest(format: str) -> None:
     recent, head = (6 if "recent" in format else 0), (8 if "sink" in format else 0)
