@@ -191,6 +191,27 @@ def centre(scale, zero, BITS: tl.constexpr, INTERP: tl.constexpr):
 
 
 @triton.jit
+def _weigh_special(weights, value, acc, seen, IEEE: tl.constexpr, INTERP: tl.constexpr):
+    """acc + weights @ value, where NaN and infinities of ``value`` reach the rows that see them and no others."""
+    wide = value.to(tl.float32)
+    finite = is_finite(wide)
+    acc = dot_add(weights, tl.where(finite, wide, 0.0).to(value.dtype), acc, IEEE, INTERP)
+    # One product counts all three kinds: a tile has fewer than 256 tokens, and bf16 holds powers of two.
+    kind = tl.where(wide != wide, 1.0, tl.where(wide > 0.0, 256.0, 65536.0))
+    kind = tl.where(finite, 0.0, kind)
+    visible = tl.where(seen, 1.0, 0.0)
+    if not INTERP:
+        visible = visible.to(tl.bfloat16)
+        kind = kind.to(tl.bfloat16)
+    count = dot(visible, kind, False, INTERP).to(tl.int32)
+    nans = (count & 255) > 0
+    ups = ((count >> 8) & 255) > 0
+    downs = (count >> 16) > 0
+    special = tl.where(nans, float("nan"), tl.where(ups, INFINITY, 0.0)) + tl.where(downs, NEGATIVE_INFINITY, 0.0)
+    return acc + tl.where(count > 0, special, 0.0)
+
+
+@triton.jit
 def _weigh_floats(weights, value, acc, seen, PARTLY: tl.constexpr, IEEE: tl.constexpr, INTERP: tl.constexpr):
     """acc + weights @ value for value (T, WIDTH) of a float dtype.
 
@@ -198,28 +219,16 @@ def _weigh_floats(weights, value, acc, seen, PARTLY: tl.constexpr, IEEE: tl.cons
     they are left out of the product and added where a count over the visible tokens finds them.
     """
     if PARTLY:
-        finite = is_finite(value.to(tl.float32))
-        # Of most tiles nothing has to be left out, and they cost no more than whole ones.
-        if tl.min(tl.min(finite.to(tl.int32), 1), 0) > 0:
-            acc = dot_add(weights, value, acc, IEEE, INTERP)
+        if IEEE:
+            # Slow anyway; and a value that is merely widened, inside a branch, trips a layout pass of triton 3.6.
+            return _weigh_special(weights, value, acc, seen, IEEE, INTERP)
         else:
-            wide = value.to(tl.float32)
-            acc = dot_add(weights, tl.where(finite, wide, 0.0).to(value.dtype), acc, IEEE, INTERP)
-            # One product counts all three kinds: a tile has fewer than 256 tokens, and bf16 holds powers of two.
-            kind = tl.where(wide != wide, 1.0, tl.where(wide > 0.0, 256.0, 65536.0))
-            kind = tl.where(finite, 0.0, kind)
-            visible = tl.where(seen, 1.0, 0.0)
-            if not INTERP:
-                visible = visible.to(tl.bfloat16)
-                kind = kind.to(tl.bfloat16)
-            count = dot(visible, kind, False, INTERP).to(tl.int32)
-            nans = (count & 255) > 0
-            ups = ((count >> 8) & 255) > 0
-            downs = (count >> 16) > 0
-            special = tl.where(nans, float("nan"), tl.where(ups, INFINITY, 0.0))
-            special = special + tl.where(downs, NEGATIVE_INFINITY, 0.0)
-            acc = acc + tl.where(count > 0, special, 0.0)
-        return acc
+            # Of most tiles nothing has to be left out, and they cost no more than whole ones.
+            if tl.min(tl.min(is_finite(value.to(tl.float32)).to(tl.int32), 1), 0) > 0:
+                acc = dot_add(weights, value, acc, IEEE, INTERP)
+            else:
+                acc = _weigh_special(weights, value, acc, seen, IEEE, INTERP)
+            return acc
     else:
         return dot_add(weights, value, acc, IEEE, INTERP)
 
