@@ -38,7 +38,7 @@ SHAPES = {
     "g8_b16_8k": (16, 8192, 8, 8),
 }
 DIM = 128
-FORMATS = ("int8", "int4:g64", "bf16")
+FORMATS = ("int8", "int4:g64", "fp8_e4m3", "bf16")
 
 
 def sdpa(shape: tuple[int, int, int, int]) -> tuple[str, Any, dict[str, float]]:
