@@ -26,6 +26,7 @@ GOLDEN_GAMMA = 0x9E3779B97F4A7C15
 MIX_1 = 0xBF58476D1CE4E5B9
 MIX_2 = 0x94D049BB133111EB
 MASK_64 = 0xFFFFFFFFFFFFFFFF
+EVEN_FIELDS = np.uint64(0x0000FFFF0000FFFF)
 
 FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 
@@ -33,18 +34,26 @@ FLOAT_DTYPES = ("float32", "float16", "bfloat16")
 # --- the hash -------------------------------------------------------------------------------------------------------
 
 
-def _mix(z: Uint64Array) -> Uint64Array:
-    """The SplitMix64 finalizer: a bijection of 64-bit words, elementwise, wrapping."""
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(MIX_1)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(MIX_2)
-    mixed: Uint64Array = z ^ (z >> np.uint64(31))
-    return mixed
-
-
 def words(seed: Seed, count: int, start: int = 0) -> Uint64Array:
     """Words ``start`` .. ``start + count - 1`` of a SplitMix64 stream whose state begins at ``seed`` (mod 2**64)."""
-    counters = np.arange(start + 1, start + 1 + count, dtype=np.uint64)
-    return _mix(np.full(count, seed & MASK_64, np.uint64) + counters * np.uint64(GOLDEN_GAMMA))
+    # In place: most of the time of making an array goes into memory.
+    z = np.arange(start + 1, start + 1 + count, dtype=np.uint64)
+    z *= np.uint64(GOLDEN_GAMMA)
+    z += np.uint64(seed & MASK_64)
+    z ^= z >> np.uint64(30)
+    z *= np.uint64(MIX_1)
+    z ^= z >> np.uint64(27)
+    z *= np.uint64(MIX_2)
+    z ^= z >> np.uint64(31)
+    return z
+
+
+def _word(seed: Seed) -> int:
+    """The first word of a stream, without an array: names are hashed a byte at a time."""
+    z = (seed + GOLDEN_GAMMA) & MASK_64
+    z = (z ^ (z >> 30)) * MIX_1 & MASK_64
+    z = (z ^ (z >> 27)) * MIX_2 & MASK_64
+    return z ^ (z >> 31)
 
 
 def derive(*parts: int | str) -> Seed:
@@ -56,7 +65,7 @@ def derive(*parts: int | str) -> Seed:
     for part in parts:
         numbers = [part] if isinstance(part, int) else [-1, *part.encode("utf-8"), -2 - len(part)]
         for number in numbers:
-            state = int(words(state ^ (number & MASK_64), 1)[0])
+            state = _word(state ^ (number & MASK_64))
     return state
 
 
@@ -84,11 +93,11 @@ def values(
     if distribution == "uniform":
         fraction = (words(seed, count, start) >> np.uint64(40)).astype(np.float64) * 2.0**-24
     elif distribution == "bell":
-        three = words(seed, 3 * count, 3 * start).reshape(count, 3)
-        sums = np.zeros(count, np.uint64)
-        for word in range(3):
-            for field in range(4):
-                sums += (three[:, word] >> np.uint64(16 * field)) & np.uint64(0xFFFF)
+        # Two fields of a word side by side, each with 16 bits of room above it for the sum.
+        pairs = words(seed, 3 * count, 3 * start)
+        pairs = (pairs & EVEN_FIELDS) + ((pairs >> np.uint64(16)) & EVEN_FIELDS)
+        three = pairs[0::3] + pairs[1::3] + pairs[2::3]
+        sums = (three >> np.uint64(32)) + (three & np.uint64(0xFFFFFFFF))
         fraction = sums.astype(np.float64) / (12.0 * 65535.0)
     else:
         raise ValueError(f"unknown distribution {distribution!r}; choose 'uniform' or 'bell'")
