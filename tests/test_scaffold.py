@@ -41,8 +41,8 @@ def package(tmp_path: Path) -> Path:
     return folder
 
 
-def _run(package: Path, *command: str) -> str:
-    environment = {**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1"}
+def _run(package: Path, *command: str, **variables: str) -> str:
+    environment = {**os.environ, "PYTHONPATH": str(package), "OMP_NUM_THREADS": "1", **variables}
     done = subprocess.run(
         [sys.executable, "-m", *command],
         cwd=package,
@@ -97,8 +97,9 @@ def test_the_generated_pipeline_fails_where_cases_fail(tmp_path: Path) -> None:
 
 
 def test_the_generated_backend_is_listed_with_what_it_inherits(package: Path) -> None:
-    out = _run(package, "kvport", "backends")
+    out = _run(package, "kvport", "backends", KVPORT_PLUGINS="my-chip")
     assert "my-chip" in out
+    assert "not allowed by KVPORT_PLUGINS='my-chip'" in out
     assert "inherited" in out
 
 
