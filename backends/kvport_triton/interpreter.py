@@ -76,7 +76,8 @@ def _block_type(self: Any, element_ty: Any, shape: Sequence[Any]) -> None:
     known = element_ty.__dict__.setdefault("_blocks", {})
     sizes = tuple([size.value if isinstance(size, tl.constexpr) else size for size in shape])
     if sizes not in known:
-        _describe_block(self, element_ty, shape)
+        _describe_block(self, element_ty, [*sizes])
+        self._sizes = sizes
         known[sizes] = self.__dict__
     self.__dict__ = known[sizes]
 
@@ -91,9 +92,33 @@ def _tensor(self: Any, handle: Any, type: Any) -> None:
 
 
 def _broadcast(self: Any, lhs: Any, rhs: Any) -> tuple[Any, Any]:
-    """Broadcast two tensors to one shape, if they have not the same already."""
-    left, right = lhs.type, rhs.type
-    if left.is_block() and right.is_block() and [*left.shape] == [*right.shape]:
+    """Broadcast two tensors to one shape, touching only one that has another."""
+    left, right = _sizes(lhs), _sizes(rhs)
+    if left == right:
         return lhs, rhs
-    found: tuple[Any, Any] = _broadcast_both(self, lhs, rhs)
+    if left and right:
+        if len(left) != len(right) or any(m != n and 1 not in (m, n) for m, n in zip(left, right, strict=True)):
+            found: tuple[Any, Any] = _broadcast_both(self, lhs, rhs)
+            return found
+        shape = tuple(map(max, left, right))
+    else:
+        shape = left or right
+    return (
+        lhs if left == shape else _stretched(self, lhs, shape),
+        rhs if right == shape else _stretched(self, rhs, shape),
+    )
+
+
+def _sizes(tensor: Any) -> tuple[int, ...]:
+    """The shape of a tensor, () of a scalar, as plain integers: Triton's own tuples are slow."""
+    found: tuple[int, ...] = tensor.type._sizes if tensor.type.is_block() else ()
     return found
+
+
+def _stretched(self: Any, tensor: Any, shape: tuple[int, ...]) -> Any:
+    handle = tensor.handle
+    if tensor.type.is_block():
+        data = np.broadcast_to(handle.data, shape)
+    else:
+        data = np.full(shape, handle.data, _numpy_dtype(handle.dtype))
+    return self.tensor(interpreter.TensorHandle(data, handle.dtype.scalar), tl.core.block_type(tensor.dtype, shape))
