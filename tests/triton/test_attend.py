@@ -295,6 +295,7 @@ def test_prefill_by_decoded_runs(
 def test_decoded_runs_of_nothing(backend: Backend, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows that see no stored token get zeros and -inf there, too."""
     monkeypatch.setattr(backend, "stage_from", 2)
+    monkeypatch.setattr(backend, "stage_bytes", 64 * 2 * (64 + 64) * 2)  # the interpreter decodes all of it
     filled = Filled(backend, layout_of("int8", dtype=torch.bfloat16), (3, 4), (20, 30))
     filled.arrays.lengths[0] = 0
     filled.plan = backend.plan(filled.store, filled.arrays)
