@@ -8,7 +8,6 @@ import core_support as support
 import pytest
 import torch
 from torch import Tensor
-from torch._dynamo.testing import CompileCounterWithBackend
 
 from kvport import (
     Attention,
@@ -53,6 +52,8 @@ def _fresh() -> None:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_a_compiled_layer_equals_the_plain_one(backend: str) -> None:
     """Whole graphs, and the same ones again: new steps, lengths, tables and counts are no reason to compile anew."""
+    from torch._dynamo.testing import CompileCounterWithBackend  # here: two seconds for every process of a parallel run
+
     counter = CompileCounterWithBackend(backend)
     compiled = torch.compile(layer_of_model, backend=counter, fullgraph=True, dynamic=True)
     caches = [support.uniform("int8", layers=3, page_size=4, pages=30) for _ in range(2)]
