@@ -895,6 +895,12 @@ def test_broken_and_lying_plugins_change_nothing_for_others(backend: str) -> Non
     )
 
 
+def test_chapters_without_a_case_of_the_format_are_no_result() -> None:
+    done = _real_suite("--backend=reference@cpu", "--formats=latent=bf16,rope=bf16")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "1 pass, 0 fail, 0 unsupported, 0 waived, 0 error" in done.stdout
+
+
 def test_the_plugin_is_light() -> None:
     code = (
         "import sys, pytest_kvport.plugin; print({'torch', 'kvport', 'numpy', 'kvport_conformance'} & set(sys.modules))"

@@ -71,15 +71,22 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """In a worker of a parallel run, cases of one format and geometry stand together.
+    """Chapters without a case of the chosen formats are left out: pytest stands a skipped test in for them.
 
-    Workers are dealt runs of neighbours. A backend that compiles a kernel for each format and geometry then compiles
-    it in one worker, instead of once in each.
+    In a worker of a parallel run, cases of one format and geometry stand together. Workers are dealt runs of
+    neighbours. A backend that compiles a kernel for each format and geometry then compiles it in one worker, instead
+    of once in each.
     """
+    items[:] = [item for item in items if not item.get_closest_marker("kvport_chapter") or _case(item) is not None]
     if hasattr(config, "workerinput"):
         items.sort(key=_place)
 
 
-def _place(item: pytest.Item) -> tuple[str, str]:
+def _case(item: pytest.Item) -> Case | None:
     case = getattr(getattr(item, "callspec", None), "params", {}).get("case")
-    return (case.format, case.geometry.name) if isinstance(case, Case) else ("", "")
+    return case if isinstance(case, Case) else None
+
+
+def _place(item: pytest.Item) -> tuple[str, str]:
+    case = _case(item)
+    return (case.format, case.geometry.name) if case is not None else ("", "")
