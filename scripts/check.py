@@ -29,8 +29,9 @@ WORKERS = min(4, os.cpu_count() or 1)
 ENVIRONMENT = {"GOMP_SPINCOUNT": "0", "OMP_WAIT_POLICY": "passive", "OMP_NUM_THREADS": "1"}
 
 
-#: What Triton's interpreter runs of the suite: it takes about half a second a case, so one format of each way that the
-#: kernels encode, read or multiply. All cases of int8 are among them, with every geometry, and so the profile core.
+#: What Triton's interpreter runs of the suite: it takes about a quarter of a second a case, so one format of each way
+#: that the kernels encode, read or multiply. All cases of int8 are among them, with every geometry, and so the profile
+#: core.
 INTERPRETED_FORMATS = (
     "int8",
     "int8:g16:asym:scale=bf16",
@@ -43,6 +44,9 @@ INTERPRETED_FORMATS = (
     "k=int8:asym,v=int4:g32",
     "k=int4:c16,v=int4:g16",
     "int8,recent=20",
+    "latent=int8,rope=bf16",
+    "latent=int4:g16:asym,rope=int8",
+    "latent=fp8_e4m3:g32,rope=bf16",
 )
 
 
