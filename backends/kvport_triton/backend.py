@@ -23,8 +23,6 @@ from kvport.scales import LayerScales, SideScales
 from kvport_cpu.base import TorchBackend
 from kvport_triton import overrides
 from kvport_triton.availability import driver_version
-from kvport_triton.kernels import attend, decode, encode, numerics, stage
-from kvport_triton.kernels import latent as latent_module
 from kvport_triton.kernels.attend import CODES, EXACT, NATIVE, ROUNDED, attend_kernel, merge_kernel
 from kvport_triton.kernels.decode import decode_kernel
 from kvport_triton.kernels.encode import append_kernel, begin_pages_kernel
@@ -85,10 +83,6 @@ class TritonBackend(TorchBackend):
     def __init__(self, device: str, torch_device: torch.device, *, interpreted: bool) -> None:
         super().__init__(device, torch_device)
         self.interpreted = interpreted
-        if interpreted:
-            from kvport_triton.interpreter import quicken
-
-            quicken(attend, decode, encode, latent_module, numerics, stage)
         self.execution: Execution = "interpreter" if interpreted else "hardware"
         self.gpu = "interpreter" if interpreted else torch.cuda.get_device_name(torch_device)
         #: Decode shapes over codes that were found by timing, by overrides.key_of; the fixed table says the others.

@@ -27,10 +27,6 @@ _describe_tensor = tl.core.tensor.__init__
 _broadcast_both = _SEMANTIC.broadcast_impl_value
 
 
-def quicken(*modules: Any) -> None:
-    """Nothing to prepare: launching does it all."""
-
-
 @contextmanager
 def launching(*, check_overflow: bool) -> Iterator[None]:
     """Around launches: numpy does not warn of infinities or of rows that are all NaN, as a graph's padding may be, and
