@@ -5,6 +5,7 @@ Importing this module imports triton; see :mod:`kvport_triton.availability` for 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -560,7 +561,10 @@ class TritonBackend(TorchBackend):
         if self.interpreted:
             return run
         graph = torch.cuda.CUDAGraph()
+        collecting = gc.isenabled()
         try:
+            # A graph that the garbage collector destroys meanwhile would end the recording.
+            gc.disable()
             # A stream of this device: torch would share one of whichever device recorded first.
             stream = torch.cuda.Stream(self.torch_device)  # type: ignore[no-untyped-call]
             with torch.cuda.device(self.torch_device), torch.cuda.graph(graph, stream=stream):
@@ -570,6 +574,9 @@ class TritonBackend(TorchBackend):
                 f"the body cannot be recorded: it waits for the device, copies from pageable memory, or allocates in "
                 f"a way that a CUDA graph cannot hold. CUDA said: {error}"
             ) from error
+        finally:
+            if collecting:
+                gc.enable()
 
         def replay() -> Any:
             graph.replay()

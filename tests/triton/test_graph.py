@@ -5,6 +5,7 @@ Everywhere the host's side and the kernels run over plans of a fixed shape; on a
 
 from __future__ import annotations
 
+import gc
 import math
 import os
 import subprocess
@@ -333,6 +334,27 @@ def test_a_recorded_step_is_a_cuda_graph(backend: Backend) -> None:
     finally:
         torch.cuda.set_sync_debug_mode(mode)
     assert calls == recorded
+
+
+@pytest.mark.hardware
+def test_a_recording_outlives_the_garbage_of_others(backend: Backend) -> None:
+    """Graphs that only the collector can free are not destroyed while another is recorded, which that would end."""
+    for _ in range(3):
+        model = Model(backend, "int8", 8, dtype=torch.bfloat16, dim=64, heads=2, group=4, layers=2, pages=40)
+        graph = model.graph(max_seqs=2, max_query=1, max_pages=4)
+        model.replay(graph, {model.sequence(1): 1})
+        cycle: list[Any] = [graph, model]
+        cycle.append(cycle)
+        before = gc.get_threshold()
+        gc.set_threshold(1)
+        try:
+            del cycle, graph, model
+            other = Model(backend, "int8", 8, dtype=torch.bfloat16, dim=64, heads=2, group=4, layers=2, pages=40)
+            again = other.graph(max_seqs=2, max_query=1, max_pages=4)
+        finally:
+            gc.set_threshold(*before)
+        other.replay(again, {other.sequence(1): 1})
+        assert gc.isenabled()
 
 
 @pytest.mark.hardware
