@@ -9,6 +9,7 @@ quarters of the time a kernel takes; none of it changes a number.
 from __future__ import annotations
 
 import dataclasses
+import threading
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -27,25 +28,30 @@ _describe_tensor = tl.core.tensor.__init__
 _broadcast_both = _SEMANTIC.broadcast_impl_value
 
 
+#: Language, options and place in the grid are one for the whole process, so threads take turns.
+_LOCK = threading.RLock()
+
+
 @contextmanager
 def launching(*, check_overflow: bool) -> Iterator[None]:
     """Around launches: numpy does not warn of infinities or of rows that are all NaN, as a graph's padding may be, and
     integer operations are checked only where asked for."""
-    scope = interpreter._patch_lang(_SEES_ALL)
-    try:
-        scope.set_attr(interpreter, "_patch_lang", lambda kernel: interpreter._LangPatchScope())
-        scope.set_attr(interpreter.InterpretedFunction, "__call__", _call)
-        scope.set_attr(interpreter, "_get_np_dtype", _numpy_dtype)
-        scope.set_attr(tl.core.block_type, "__init__", _block_type)
-        scope.set_attr(tl.core.tensor, "__init__", _tensor)
-        # (triton 3.6 asks numpy for the integer of an array of one element, which newer numpy refuses.)
-        scope.set_attr(tl.core.tensor, "__index__", lambda self: int(self.handle.data.item()))
-        scope.set_attr(_SEMANTIC, "broadcast_impl_value", _broadcast)
-        scope.set_attr(_BUILDER, "options", dataclasses.replace(_BUILDER.options, sanitize_overflow=check_overflow))
-        with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore", category=RuntimeWarning):
-            yield
-    finally:
-        scope.restore()
+    with _LOCK:
+        scope = interpreter._patch_lang(_SEES_ALL)
+        try:
+            scope.set_attr(interpreter, "_patch_lang", lambda kernel: interpreter._LangPatchScope())
+            scope.set_attr(interpreter.InterpretedFunction, "__call__", _call)
+            scope.set_attr(interpreter, "_get_np_dtype", _numpy_dtype)
+            scope.set_attr(tl.core.block_type, "__init__", _block_type)
+            scope.set_attr(tl.core.tensor, "__init__", _tensor)
+            # (triton 3.6 asks numpy for the integer of an array of one element, which newer numpy refuses.)
+            scope.set_attr(tl.core.tensor, "__index__", lambda self: int(self.handle.data.item()))
+            scope.set_attr(_SEMANTIC, "broadcast_impl_value", _broadcast)
+            scope.set_attr(_BUILDER, "options", dataclasses.replace(_BUILDER.options, sanitize_overflow=check_overflow))
+            with np.errstate(all="ignore"), warnings.catch_warnings(action="ignore", category=RuntimeWarning):
+                yield
+        finally:
+            scope.restore()
 
 
 def _kernel() -> None: ...

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 from typing import Any
 
@@ -73,6 +74,18 @@ def test_nothing_stays(backend: Backend) -> None:
             changed = {n for n in names.keys() | vars(owner).keys() if vars(owner).get(n) is not names.get(n)}
             assert not changed, f"{owner} keeps {changed}"
         assert interpreter.interpreter_builder.options is options
+
+
+def test_threads_take_turns(backend: Backend) -> None:
+    def run() -> torch.Tensor:
+        filled = Filled(backend, layout_of("int8"), queries=[1, 3], lengths=[150, 70])
+        found: torch.Tensor = filled.attend(filled.query(), scale=0.125)[0]
+        return found
+
+    alone = run()
+    with ThreadPoolExecutor(3) as pool:
+        for found in pool.map(lambda _: run(), range(6)):
+            assert torch.equal(found, alone)
 
 
 @pytest.mark.parametrize("checked", [False, True])
