@@ -30,7 +30,7 @@ from kvport_triton.kernels.encode import append_kernel, begin_pages_kernel
 from kvport_triton.kernels.latent import latent_kernel
 from kvport_triton.kernels.stage import stage_kernel
 from kvport_triton.planning import Launch, Prepared, Shape, Staged, cdiv, power_of_two, prepare, prepare_fixed
-from kvport_triton.sides import DTYPE_NUMBER, Side, bits_view, sides
+from kvport_triton.sides import DTYPE_NUMBER, Side, bits_view, code_bytes, sides
 from kvport_triton.store import TritonStore, private_dtype, private_shape, to_private
 from kvport_triton.tuning import (
     INTERPRETED_PROCESSORS,
@@ -401,7 +401,7 @@ class TritonBackend(TorchBackend):
             decode_kernel[grid](
                 *arguments, float(scale), float(softcap or 1.0),
                 RUNS=reads_runs(layout.page_size, tuned.tile, max(key.bits, value.bits)),
-                N=max(8, triton.next_power_of_2(group)), **shared, **constants,
+                N=max(8, power_of_two(group)), **shared, **constants,
             )  # fmt: skip
         else:
             attend_kernel[grid](
@@ -624,9 +624,8 @@ class TritonBackend(TorchBackend):
             found = replace(found, rows=group).fitted()
         elif layout.latent:
             plain = all(side.format.code == "bf16" for side in layout.sides)
-            stored = sum(plane.nbytes for plane in layout.planes if plane.name.endswith(".codes")) // layout.page_size
             found = latent(
-                mode, group=group, width=power_of_two(key.dim) + power_of_two(value.dim), row_bytes=stored,
+                mode, group=group, width=power_of_two(key.dim) + power_of_two(value.dim), row_bytes=code_bytes(layout),
                 decoded=not plain, shared=self.shared_memory,
             )  # fmt: skip
         elif self.interpreted:

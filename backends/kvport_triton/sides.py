@@ -95,6 +95,12 @@ def sides(layout: GroupLayout) -> tuple[Side, Side]:
     return Side.of(first.format, first.dim), Side.of(second.format, second.dim)
 
 
+@lru_cache
+def code_bytes(layout: GroupLayout) -> int:
+    """Bytes of a token's codes, of all KV heads and both sides, in one layer."""
+    return sum(plane.nbytes for plane in layout.planes if plane.name.endswith(".codes")) // layout.page_size
+
+
 def bits_view(tensor: Tensor) -> Tensor:
     """The same memory as integers of the same width: kernels store and load scales and float pages as bits."""
     return tensor.view(torch.int32 if tensor.dtype == torch.float32 else torch.int16)
